@@ -1,15 +1,17 @@
-"""Exchanges that hide behind the passes of a step: hooks of the model and the optimizer, for smb.torch.join(overlap=).
+"""Exchanges that are hidden behind the passes of a step: hooks of the model and the optimizer, for
+smb.torch.join(overlap=).
 
-The computing thread runs everything here. Worker's thread exchanges (smb/overlap/parts.py).
+The computing thread runs everything here. The worker's thread exchanges (smb/overlap/parts.py).
 
-    a gradient is there      "both": step the optimizer for this parameter, and make the parts that are whole with it
-    the optimizer steps      "forward": make all parts; the exchange begins. "both": make the rest
-    a module is called       take over the parts that its parameters lie in, each once it came
+    a gradient is ready      "both": step the optimizer for this parameter, and make the parts that are complete with it
+    the optimizer steps      "forward": make all parts; the exchange begins. "both": make the remaining parts
+    a module is called       take over the parts in which its parameters lie, each as soon as it has arrived
 
-Invariant: a parameter changes between its gradient and the next use of it, never while a graph needs it. All parts of a
-module's parameters are taken over before it runs; what is called without its module is found by its gradient.
+Invariant: a parameter changes between its gradient and its next use, never while a graph needs it. All parts of a
+module's parameters are taken over before the module runs. If parameters are used without a call of their module, their
+gradients reveal it.
 
-The hooks say when something happens. Other files do what follows: step_exchange.py sends a step and takes it over,
+The hooks say when something happens. Other files act on it: step_exchange.py sends a step and takes it over,
 step_meter.py measures, planner.py decides about plans, model_layers.py knows which parts a module needs, and
 step_by_parameter.py steps the optimizer in the backward pass.
 """
@@ -42,12 +44,12 @@ _news = logging.getLogger(TRAINING)
 
 
 def check_overlap(overlap: object, scheme: smb.train.Scheme | None = None, *, mesh: bool = False) -> None:
-    """Raise InvalidArgumentError for an overlap that there is not, or not with this scheme or a mesh."""
+    """Raise InvalidArgumentError for an unknown overlap, or one that can't be used with this scheme or a mesh."""
     if overlap not in OVERLAPS:
-        raise InvalidArgumentError(f"smb.torch.join: overlap={overlap!r} is none of {', '.join(OVERLAPS)}")
+        raise InvalidArgumentError(f"smb.torch.join: overlap must be one of {', '.join(OVERLAPS)}, not {overlap!r}")
     if mesh:
         raise InvalidArgumentError(
-            f"smb.torch.join: overlap={overlap!r} is not there with mesh= yet: leave one of them out"
+            f"smb.torch.join: overlap={overlap!r} does not work with mesh= yet; leave one of them out"
         )
     if scheme is not None and scheme.traits.no_overlap:
         able = [name for name, kind in by_traits() if not kind.TRAITS.no_overlap]
@@ -59,7 +61,7 @@ def check_overlap(overlap: object, scheme: smb.train.Scheme | None = None, *, me
 
 
 class Overlap:
-    """The hooks of one joined model. `attach` the worker once it is a member; `remove` at the end."""
+    """The hooks of one joined model. Call `attach` once the worker is a member, and `remove` at the end."""
 
     def __init__(
         self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, trained: PartParameters, overlap: str
@@ -80,14 +82,15 @@ class Overlap:
         self._gradients = StepByParameter(optimizer, self._names)
         self._worker: smb.train.Worker
         self._parts: LayerParts
-        self._gradients_left: list[int] = []  # by pushed part: parameters whose gradients are not there yet
+        # By pushed part: the number of parameters whose gradients are not ready yet.
+        self._gradients_left: list[int] = []
         self._unseen: frozenset[int] | None = None  # parts that were pending when the backward pass began
-        self._optimizer_steps = 0  # calls of step() under way, one inside another
+        self._optimizer_steps = 0  # running calls of step(), one inside another
         self._hooks: list[Any] = []
         self._install()
 
     def attach(self, worker: smb.train.Worker, samples: Callable[[], int | None]) -> None:
-        """Exchange by this worker from now on; `samples` returns how many samples a step is over."""
+        """Exchange through this worker from now on. `samples` returns the number of samples of a step."""
         self._worker = worker
         self._exchange.attach(worker, samples)
         self._index()
@@ -102,7 +105,7 @@ class Overlap:
 
     @property
     def plan(self) -> ExchangePlan | None:
-        """The plan that exchanges follow; None while the first steps are measured."""
+        """The plan that exchanges follow. None while the first steps are measured."""
         return self._planner.plan
 
     def stepped(self) -> None:
@@ -112,7 +115,8 @@ class Overlap:
         if exchange.in_backward:
             exchange.end_backward()
             if (measured := self._measure()) is not None:
-                # Parts are cut anew only between exchanges. An error is raised by the next step: this one is done.
+                # Parts are cut anew only between exchanges. This step is done, so the next one raises an error of the
+                # exchange.
                 exchange.steps.wait()
                 if not exchange.steps.failed:
                     exchange.wait()
@@ -130,11 +134,11 @@ class Overlap:
         self._clock.forget()
 
     def wait(self) -> None:
-        """Wait for the exchange under way, and take all of it over. Raises the errors of the exchange."""
+        """Wait for the exchange in progress, and take over all of it. Raises the errors of the exchange."""
         self._exchange.wait()
 
     def finish(self) -> None:
-        """Wait as `wait` does, before the worker leaves. A step that a backward pass has begun is ended as it is."""
+        """Wait as `wait` does, before the worker leaves. A step that began in a backward pass is ended as it is."""
         if self._exchange.in_backward:
             self._exchange.end_backward()
         self._exchange.wait()
@@ -161,7 +165,7 @@ class Overlap:
         exchange = self._exchange
         self._clock.module(module if self._layers.uses_parameters(module) else None)
         self._layers.note_call(module)
-        if torch._C._current_graph_task_id() != -1:  # checkpointing computes a part once more
+        if torch._C._current_graph_task_id() != -1:  # checkpointing computes a part of the model again
             if exchange.in_backward:
                 self._clock.resume()
                 return
@@ -169,28 +173,29 @@ class Overlap:
             exchange.raise_refusal()
             if self._asked == "both" and self._gradients.waiting:
                 raise refused(
-                    "a module was called between backward() and optimizer.step(): gradient accumulation, several "
-                    "losses, a look at the model, or a step that was left out, or failed and was not called again"
+                    "a module was called between backward() and optimizer.step(), as with gradient accumulation, "
+                    "several losses, an evaluation in between, or a step that was left out, or failed and was not "
+                    "repeated"
                 )
         if exchange.pending and exchange.steps.unfinished:
-            exchange.begin_again(self._planner.cut)  # a pass failed here: this is the first module of the next one
+            exchange.begin_again(self._planner.cut)  # a pass failed, and this is the first module of the next one
         if exchange.pending:
             if module.training and torch.is_grad_enabled():
                 for number in self._parts.pulls.get(module, ()):
                     exchange.take(number)
-            else:  # a whole block may run as one function then, its modules not called
+            else:  # without gradients a whole block may run as one function, without calls of its modules
                 exchange.take_all()
         self._clock.resume()
 
     def _gradient_there(self, parameter: torch.Tensor) -> None:
-        self._optimizer_steps = 0  # if a step of the optimizer was left by an exception
+        self._optimizer_steps = 0  # if an exception ended a step of the optimizer
         self._clock.gradient(parameter)
-        if self._unseen is None:  # the first one of a backward pass
+        if self._unseen is None:  # the first gradient of a backward pass
             self._unseen = frozenset(self._exchange.pending)
         if self._unseen and self._unseen & self._parts.pulls_of[parameter]:
             raise Error(
                 f"overlap={self._asked!r}: parameter {self._names[parameter]!r} was used before its module was called, "
-                f"and so before its exchanged values were there: join with overlap='none', or call the module"
+                f"and so before its exchanged values had arrived: join with overlap='none', or call the module"
             )
         if self._asked == "both":
             self._gradients.check(parameter)
@@ -200,7 +205,7 @@ class Overlap:
         self._clock.resume()
 
     def _before_step(self, _: Any, args: Sequence[Any], options: dict[str, Any]) -> None:
-        if self.inside:  # an optimizer whose step() calls its base class's step(), which runs hooks, too
+        if self.inside:  # an optimizer may call its base class's step(), which runs hooks, too
             self._optimizer_steps += 1
             return
         exchange = self._exchange
@@ -210,9 +215,10 @@ class Overlap:
                 exchange.take_all()
                 exchange.steps.wait()
                 if not exchange.steps.lost:
-                    exchange.finish()  # before the step: a step that raises has changed nothing, and can be repeated
+                    # Before the step, so that a step that raises has changed nothing and can be repeated.
+                    exchange.finish()
             except smb.train.RefusedContributionError:
-                self._gradients.forget()  # they belong to parameters that were replaced
+                self._gradients.forget()  # the gradients belong to parameters that were replaced
                 raise
         if self._asked == "both":
             self._gradients.check_step(args, options)
@@ -229,15 +235,15 @@ class Overlap:
 
     @property
     def inside(self) -> bool:
-        """Whether a step of the optimizer is under way: another one inside of it, or by parameter."""
+        """True if a step of the optimizer is running: one that calls another step(), or one by parameter."""
         return self._optimizer_steps > 0 or self._gradients.stepping
 
     def _step_by_parameter(self, parameter: torch.Tensor) -> None:
-        """Step the optimizer for one parameter, and make the parts that this completes."""
+        """Step the optimizer for one parameter, and make the parts that are complete with it."""
         exchange = self._exchange
         if not exchange.in_backward and not exchange.steps.unfinished:
-            # All parts of the exchange before came; a few small calls of it are left. If they fail, the optimizer's
-            # step handles that, as a graph needs the parameters now.
+            # All parts of the last exchange have arrived, and only a few small calls of it are left. If they fail, the
+            # optimizer's next step handles that, because a graph needs the parameters now.
             exchange.steps.wait()
             if not exchange.steps.failed:
                 exchange.take_all()  # parts of modules that were not called
@@ -266,11 +272,14 @@ class Overlap:
             self._index()  # the layers may have been found
             return None
         if planner.hopeless(meter.exchanges, measured):
-            _news.warning("training %r: no overlap, as no module of the model is called", self._worker.name)
+            _news.warning(
+                "training %r: exchanges do not overlap, because the model computes without calling its modules",
+                self._worker.name,
+            )
         return measured if planner.due(meter.exchanges, measured) else None
 
     def _advance(self, measured: Measured) -> None:
-        """Go on by the next plan. No exchange is under way."""
+        """Continue with the next plan. Called when no exchange is in progress."""
         if news := self._planner.advance(self._meter.exchanges, measured, self._worker.scheme.traits.way):
             _news.info("training %r: %s", self._worker.name, news)
         self._trained.recut()
@@ -290,13 +299,13 @@ def _check_model(model: torch.nn.Module, overlap: str) -> None:
             what = "compiled" if compiled else f"in {type(module).__name__}"
             raise InvalidArgumentError(
                 f"smb.torch.join: overlap={overlap!r} needs the calls of the model's modules, and the model is "
-                f"{what}, which hides them: join with overlap='none', or without that"
+                f"{what}, which hides them: join with overlap='none', or with the model before that"
             )
 
 
 class _Hook:
-    """A hook that a module has. Copies of the module, and what is pickled of it, have one that does nothing: they
-    compute with the values of that moment, and exchange nothing.
+    """A hook of a module. Copies and pickles of the module get a hook that does nothing: they compute with the values
+    of that moment, and exchange nothing.
     """
 
     def __init__(self, call: Callable[..., None], take_all: Callable[[], None]) -> None:
@@ -307,12 +316,13 @@ class _Hook:
         self._call(*given)
 
     def __reduce__(self) -> tuple[type[_IdleHook], tuple[()]]:
-        self._take_all()  # a module's hooks come before the modules inside it: these are copied with new values
+        # A module's hooks are copied before the modules inside it, which are then copied with the new values.
+        self._take_all()
         return _IdleHook, ()
 
 
 class _IdleHook:
-    """In a copy of a joined model."""
+    """A hook in a copy of a joined model; it does nothing."""
 
     def __call__(self, *_: Any) -> None:
         return

@@ -1,4 +1,4 @@
-"""The layers of a model, as its first steps show them, and the parts of a cut that each layer needs.
+"""The layers of a model, found in its first steps, and the parts of a cut that each layer needs.
 
 A layer is a called module with the trained parameters that it uses. Layers are in the order in which their modules are
 first called.
@@ -19,7 +19,7 @@ class ModelLayers:
     """The layers of one model. `layer_runs` is empty until `find` has been called."""
 
     def __init__(self, model: torch.nn.Module, runs: dict[torch.Tensor, Run]) -> None:
-        """`runs` says where each trained parameter lies in the vector that is exchanged."""
+        """`runs` has the place of each trained parameter in the exchanged vector."""
         self.runs = runs
         self.layer_runs: list[LayerRuns] = []  # by layer: where its parameters lie in the vector
         self.needed: dict[torch.nn.Module, list[torch.Tensor]] = {}  # the parameters that a call of the module uses
@@ -31,11 +31,13 @@ class ModelLayers:
         self._called: dict[torch.nn.Module, None] = {}  # in the order of the first calls
 
     def knows(self, module: torch.nn.Module) -> bool:
-        """Whether a module is one of the model's. copy.copy of a module shares its hooks, but is none of them."""
+        """Return True if a module is one of the model's. A copy by copy.copy shares the module's hooks, but is not one
+        of them.
+        """
         return module in self._own
 
     def uses_parameters(self, module: torch.nn.Module) -> bool:
-        """Whether a call of this module uses trained parameters by itself."""
+        """Return True if a call of this module uses trained parameters itself."""
         return bool(self._own[module]) or module in self.needed
 
     def note_call(self, module: torch.nn.Module) -> None:
@@ -44,8 +46,8 @@ class ModelLayers:
             self._called.setdefault(module)
 
     def find(self) -> None:
-        """Divide the parameters over the modules that were called, in the order of their first calls. The parameters of
-        a module that was not called itself belong to the nearest module around it that was.
+        """Divide the parameters among the modules that were called, in the order of their first calls. Parameters of a
+        module that was not called itself belong to the nearest enclosing module that was.
         """
         first = next(iter(self._called), self._model)
         needed: dict[torch.nn.Module, list[torch.Tensor]] = {module: [] for module in self._called}
@@ -79,12 +81,14 @@ class ModelLayers:
 
 
 class LayerParts:
-    """Which parts of a cut each module and each parameter needs. Made anew when the cut changes or layers are found."""
+    """The parts of a cut that each module and each parameter needs. Made anew when the cut
+    changes or layers are found.
+    """
 
     def __init__(self, layers: ModelLayers, cut: Cut) -> None:
         self._cut = cut
         pulls, pushes = (_PartRanges(parts) for parts in (cut.pull, cut.push))
-        # By parameter: the pulled parts that have some of it, and the pushed ones.
+        # By parameter: the pulled parts that contain some of it, and the pushed parts.
         self.pulls_of = {each: set(pulls.overlapping(run)) for each, run in layers.runs.items()}
         self.pushes_of = {each: sorted(set(pushes.overlapping(run))) for each, run in layers.runs.items()}
         # By module: the pulled parts that it needs, the most urgent first.

@@ -1,4 +1,4 @@
-"""A model's trained parameters of which parts can be made and set: what overlap= exchanges."""
+"""A model's trained parameters, for overlap=: their parts can be made and set separately."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from smb.train.ledger import Run, Values
 
 
 class PartParameters(ModelParameters, ByParts):
-    """The parameters with their flow. Host memory beside the model: three arrays of its size, four with lossy wires."""
+    """The parameters with their flow. Uses three host arrays of the model's size, or four with lossy wires."""
 
     def __init__(
         self, tensors: Mapping[tuple[str, ...], torch.Tensor], verify: Callable[[], None] | None = None
@@ -31,21 +31,21 @@ class PartParameters(ModelParameters, ByParts):
         self.flow.client = group.client
 
     def give_up(self) -> None:
-        """Have the flow wait for nothing."""
+        """Let the flow wait for no further part."""
         self.flow.give_up()
 
     def mover(self, group: Group, way: str, arrived: Callable[[], object] | None) -> Mover:  # noqa: ARG002
-        """Return what moves them by parts, in rounds and in sums."""
+        """Return the mover that moves the parameters in parts, for rounds and for sums."""
         return PartsMover(self.flow, group.weights, group.sent_bytes, self._go_on)
 
     def delta(self, part: Part, base: Values, out: Values) -> None:
-        """Copy by blocks, from the device if the parameters are on one."""
+        """Copy block by block, from the device if the parameters are on one."""
         with torch.no_grad():
             for begin, delta in self.deltas_of(self._blocks_of(part), base):
                 out[begin : begin + delta.size] = delta
 
     def put(self, part: Part, values: Values) -> None:
-        """Copy by blocks."""
+        """Copy block by block."""
         with torch.no_grad():
             self.fill_blocks(self._blocks_of(part), values)
 

@@ -1,18 +1,17 @@
-"""A worker's changes and the shared values by parts, each sent and taken over by itself, while the worker computes.
+"""A worker's changes and the shared values in parts, each sent and taken over separately, while the worker computes.
 
-Two threads, and what each may touch:
+There are two threads, with separate tasks and data:
 
-    computing    the parameters. It makes a part (`make`), and takes over one that came (`adopt`).
-    exchanging   the scheme's step, in Worker's thread: it sends parts as they are made, and notes which came.
+    computing    uses the parameters. It makes a part (`make`), and takes over a part that has arrived (`adopt`).
+    exchanging   runs the scheme's step, in Worker's thread: it sends parts when they are made, and notes arrivals.
 
-The arrays are the ledger's, and have the model's size. A part's elements of `due` are the computing thread's until the
-part is made, and the exchanging thread's until the step is over. Those of `landing` are the computing thread's once the
-part came.
-`base` is the computing thread's alone, but between steps. `changed` guards `_made`, `_came`, `_over` and the figures.
-A step is over before the next one begins: Worker sees to it.
+The arrays are the ledger's, and have the model's size. A part's elements of `due` belong to the computing thread until
+the part is made, and then to the exchanging thread until the step is over. Its elements of `landing` belong to the
+computing thread once the part has arrived. `base` belongs to the computing thread, except between steps. `changed`
+guards `_made`, `_came`, `_over` and the figures. Worker ensures that a step is over before the next one begins.
 
-Exactly once. A part that failed is settled, and what it missed is sent again, before anything else is
-(`Mover.finish`). So each element of each delta counts once, whatever parts came.
+Exactly once: the calls of a part that failed are settled, and what did not arrive is sent again before anything else is
+sent (`Mover.finish`). So each element of each delta counts once, whichever parts have arrived.
 """
 
 from __future__ import annotations
@@ -45,21 +44,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Part:
-    """Runs of the vector that travel together. Of parts that wait, the one with the largest `urgency` goes first."""
+    """Runs of the vector that are sent together. Among waiting parts the one with the largest
+    `urgency` is sent first.
+    """
 
     runs: tuple[Run, ...]
     urgency: int
 
     @property
     def nbytes(self) -> int:
-        """Bytes, as float32."""
+        """Number of bytes, as float32."""
         return 4 * sum(run.count for run in self.runs)
 
 
 @dataclass(frozen=True)
 class Cut:
-    """How a model travels. Pushed parts and pulled ones, which are the same where a message brings the new values back.
-    `credit_bytes`: under way at most, one part at least; 0: as many as the queue takes.
+    """How a model is divided into pushed and pulled parts. The two are the same if a message brings the new values
+    back. `credit_bytes` is the most that may be in flight, but at least one part; 0: as many as the queue takes.
     """
 
     push: tuple[Part, ...]
@@ -69,8 +70,8 @@ class Cut:
 
 @dataclass
 class Traffic:
-    """A step's messages in one direction. `busy_s`: seconds with something under way. `first`, `last`: when it began
-    and ended, of time.perf_counter().
+    """A step's messages in one direction. `busy_s`: seconds with a message in flight. `first`, `last`: when the first
+    one began and the last one ended, by time.perf_counter().
     """
 
     nbytes: int = 0
@@ -81,29 +82,32 @@ class Traffic:
 
 
 class ByParts(Parameters):
-    """Parameters of which parts can be made and set. Computing thread only."""
+    """Parameters whose parts can be made and set separately. For the computing thread only."""
 
     @abstractmethod
     def delta(self, part: Part, base: Values, out: Values) -> None:
-        """Put what was done to a part since it was `base` into its place of `out`; both (n,)."""
+        """Put a part's changes since `base` into the part's place in `out`; both are (n,)."""
 
     @abstractmethod
     def put(self, part: Part, values: Values) -> None:
-        """Set a part from its place of `values`, (n,)."""
+        """Set a part from its place in `values`, (n,)."""
 
 
 class Flow:
-    """A worker's parts on their way: the arrays, and what is made and came. One for a membership and its successors."""
+    """The arrays of a worker's parts, and which parts are made and have arrived. One flow serves a membership and its
+    successors.
+    """
 
     def __init__(self, parameters: ByParts, cut: Cut) -> None:
         self.parameters = parameters
         self.cut = cut
-        self.client: Client | None = None  # by which parts travel
+        self.client: Client | None = None  # the client that sends the parts
         self.ledger = Ledger(np.zeros(parameters.size, np.float32), np.zeros(parameters.size, np.float32))
         self.ledger.landing = np.zeros(parameters.size, np.float32)
-        self.unsettled = False  # `due` may have to be sent again. Computing thread between steps, then the other one
-        self._on_top = False  # it was so when this step began: what was done since is added to it
-        self.running = False  # a step is under way: written by the computing thread between steps
+        # Whether `due` may have to be sent again; the computing thread's between steps, then the other's.
+        self.unsettled = False
+        self._on_top = False  # `unsettled` when this step began: then later changes are added to `due`
+        self.running = False  # whether a step is in progress; written by the computing thread between steps
         self.pushed = Traffic()
         self.pulled = Traffic()
         self._queue: Queue | None = None
@@ -127,14 +131,14 @@ class Flow:
 
     @property
     def landing(self) -> Values:
-        """What came."""
+        """The values that arrived."""
         assert self.ledger.landing is not None
         return self.ledger.landing
 
     # ---- the computing thread
 
     def begin(self, cut: Cut | None = None) -> None:
-        """Begin a step, by another cut if one is given. The one before is over."""
+        """Begin a step, with another cut if one is given. The last step is over."""
         self.adopt_base()
         if cut is not None and cut is not self.cut:
             self.cut = cut
@@ -150,12 +154,12 @@ class Flow:
         self.running = True
 
     def cancel(self) -> None:
-        """Take a step back that has begun, and of which no part is made: `due` is what it was before."""
+        """Undo the beginning of a step of which no part is made: `due` is as it was before."""
         self.unsettled = self._on_top
         self.over()
 
     def adopt_base(self) -> None:
-        """Make what was taken over in a step, which is over, the base of the next."""
+        """Make the values that were taken over in the last step, which is over, the base of the next step."""
         ledger = self.ledger
         if len(self._adopted) == len(self.cut.pull):
             ledger.base, ledger.landing = self.landing, ledger.base
@@ -166,7 +170,7 @@ class Flow:
         self._adopted = set()
 
     def make(self, number: int) -> None:
-        """Make a part of the delta: from here on the scheme may send it. Later changes are the next delta."""
+        """Make a part of the delta, which the scheme may send from now on. Later changes belong to the next delta."""
         part, ledger = self.cut.push[number], self.ledger
         before = ledger.due if self._on_top else ledger.rest
         kept = [None if before is None else before[run.indices].copy() for run in part.runs]
@@ -187,19 +191,21 @@ class Flow:
             self.make(number)
 
     def wait(self, number: int) -> bool:
-        """Wait until a part came, or the step is over without it: then False."""
+        """Wait until a part has arrived. Returns False if the step is over without it."""
         with self.changed:
             self.changed.wait_for(lambda: number in self._came or self._over)
             return number in self._came
 
     def adopt(self, number: int) -> None:
-        """Make the parameters of a part what came."""
+        """Set the parameters of a part to the values that arrived."""
         if number not in self._adopted:
             self.parameters.put(self.cut.pull[number], self.landing)
             self._adopted.add(number)
 
     def refill(self, values: Values) -> None:
-        """Make the parameters and the base these values, all at once, between steps. A delta is settled, or dropped."""
+        """Set the parameters and the base to these values, all at once, between steps. The delta
+        is settled or dropped.
+        """
         self.parameters.fill(values)
         self.ledger.base[:] = values
         self.unsettled = False
@@ -210,7 +216,7 @@ class Flow:
         self.ledger.forget()
 
     def give_up(self) -> None:
-        """Have the exchanging thread wait for no further part."""
+        """Let the exchanging thread wait for no further part."""
         with self.changed:
             self._given_up = True
             self.changed.notify_all()
@@ -218,15 +224,15 @@ class Flow:
     # ---- the exchanging thread
 
     def over(self) -> None:
-        """Say that the step is over."""
+        """Note that the step is over."""
         with self.changed:
             self._over = True
             self.running = False
             self.changed.notify_all()
 
     def as_made(self, go_on: Callable[[], None]) -> Iterator[tuple[list[int], Norm, bool]]:
-        """Yield the parts that were made since the last time, what guards look at of all so far, and whether these are
-        all. Waits. `go_on` raises where the step was given up.
+        """Yield the parts that were made since the last time, the figures for guards of all parts so far, and whether
+        these are all parts. Waits. `go_on` raises an error if the step was given up.
         """
         seen, found, count = 0, Norm(), len(self.cut.push)
         while seen < count:
@@ -242,13 +248,13 @@ class Flow:
             yield fresh, found, seen == count
 
     def came(self, number: int) -> None:
-        """Say that a part is in `landing`."""
+        """Note that a part is in `landing`."""
         with self.changed:
             self._came.add(number)
             self.changed.notify_all()
 
     def is_made(self, number: int) -> bool:
-        """Whether a part of this step, or of the last one, is made."""
+        """Return True if a part of this step, or of the last one, is made."""
         with self.changed:
             return number in self._made
 
@@ -258,14 +264,14 @@ class Flow:
         self.keep_rounding(buffer)
 
     def keep_rounding(self, buffer: Buffer) -> None:
-        """Keep what rounding leaves out of `due`, for when that is settled. Until then all of it is due."""
+        """Keep what rounding leaves of `due`, for when the delta is settled. Until then all of it is due."""
         if self.ledger.rest is not None:
             runs = (run for part in self.cut.push for run in part.runs)
             self.ledger.written.extend((buffer, block) for run in runs for block in run.cut())
             self.ledger.count()
 
     def queue(self) -> Queue:
-        """Return the queue that parts travel by."""
+        """Return the queue that sends the parts."""
         if self._queue is None:
             assert self.client is not None
             self._queue = self.client.queue(self.cut.credit_bytes or None)
@@ -277,7 +283,7 @@ class Flow:
             self._queue = None
 
     def began(self, traffic: Traffic, nbytes: int) -> None:
-        """Take note of a message that begins."""
+        """Note that a message begins."""
         now = time.perf_counter()
         with self.changed:
             if not traffic.messages:
@@ -289,7 +295,7 @@ class Flow:
             traffic.nbytes += nbytes
 
     def ended(self, traffic: Traffic) -> None:
-        """Take note of one that ended."""
+        """Note that a message has ended."""
         now = time.perf_counter()
         with self.changed:
             self._under_way -= 1
@@ -300,16 +306,16 @@ class Flow:
 
 @dataclass
 class _Sending:
-    """The calls of a step under way: run and future of each."""
+    """The calls of a step in progress: run and future of each."""
 
     flow: Flow
     traffic: Traffic
     calls: list[tuple[Run, Future[Any]]] = field(default_factory=list)
     failed: bool = False
-    open: int = 0  # calls of which not all is done, their callbacks among it; under `changed`
+    open: int = 0  # calls that are not finished, including their callbacks; under `changed`
 
     def add(self, part: Part, call: Callable[[Run], Future[Any]], came: Callable[[], None] | None) -> None:
-        """Begin a part's calls; `came` is called, in whatever thread, when all of them have succeeded."""
+        """Begin a part's calls. `came` is called, in any thread, when all of them have succeeded."""
         left = set(range(len(part.runs)))
         failpoint("train-part")
         for index, run in enumerate(part.runs):
@@ -335,7 +341,9 @@ class _Sending:
             self.flow.changed.notify_all()
 
     def finish(self) -> list[tuple[Run, Error]]:
-        """Wait for all; return those that failed. Raises what is no error of a call."""
+        """Wait for all calls. Return the runs that failed, with their errors. Raises an exception
+        that is not an Error.
+        """
         with self.flow.changed:  # a future is done before its callbacks are
             self.flow.changed.wait_for(lambda: self.open == 0)
         failures = []
@@ -352,25 +360,27 @@ class _Sending:
 
 
 class PartsMover(Mover):
-    """Moves parts as these are made, and as the forward pass needs them. In a step it is the exchanging thread's."""
+    """Moves parts when they are made, and in the order in which the forward pass needs them. Used by the exchanging
+    thread during a step.
+    """
 
     def __init__(self, flow: Flow, weights: Buffer, sent_bytes: int, go_on: Callable[[], None]) -> None:
         super().__init__(weights, sent_bytes)
         self._flow = flow
         self._ledger = flow.ledger
         self._go_on = go_on
-        self._parts_left: list[int] = []  # not begun
+        self._parts_left: list[int] = []  # parts that were not begun
         self._touched = False
         if weights.wire != EXACT and flow.ledger.rest is None:
             flow.ledger.rest = np.zeros(flow.ledger.base.size, np.float32)
 
     @property
     def by_parts(self) -> bool:
-        """In a step: yes."""
+        """True during a step."""
         return self._flow.running
 
     def fetch(self, weights: Buffer) -> None:
-        """In a step by parts, the most urgent first."""
+        """During a step this reads in parts, the most urgent part first."""
         if self.by_parts:
             read_parts(self._flow, weights)
         else:
@@ -378,7 +388,7 @@ class PartsMover(Mover):
             self._flow.parameters.read(weights, self._flow.landing)
 
     def adopt(self) -> None:
-        """In a step the computing thread does, by parts."""
+        """Takes over all values. During a step the computing thread does so, part by part."""
         if not self.by_parts:
             self._flow.refill(self._flow.landing)
 
@@ -389,8 +399,8 @@ class PartsMover(Mover):
     # ---- ROUNDS
 
     def write(self, inbox: Buffer) -> Norm:
-        """Write all parts. Nothing of them counts before the member has marked: the delta is settled once the values
-        are taken over. If the caller fails before that, the next step sends it, too.
+        """Write all parts. They do not count before the member has marked, so the delta is settled only when the values
+        are taken over. If the caller fails before that, the next step sends this delta, too.
         """
         flow, queue = self._flow, self._flow.queue()
         sending = _Sending(flow, flow.pushed)
@@ -400,7 +410,7 @@ class PartsMover(Mover):
             return queue.write(inbox, flow.due[run.indices], run.there, priority=part.urgency)
 
         try:
-            for fresh, found, _ in flow.as_made(self._go_on):  # noqa: B007 - the last one is of all
+            for fresh, found, _ in flow.as_made(self._go_on):  # noqa: B007 - the last `found` is of all parts
                 if sending.failed:
                     break
                 for number in fresh:
@@ -420,11 +430,11 @@ class PartsMover(Mover):
 
     @property
     def touched(self) -> bool:
-        """Whether parts of a delta were sent whose rest was refused, or given up."""
+        """True if parts of a delta were sent and its rest was refused or given up."""
         return self._touched
 
     def exchange(self, check: Check, *, fetch: bool) -> None:
-        """Send the parts as they are made, each once `check` has seen all parts up to it."""
+        """Send the parts when they are made, each after `check` has seen all parts up to it."""
         flow, weights, queue = self._flow, self._weights, self._flow.queue()
         sending, begun = _Sending(flow, flow.pushed), set[int]()
         self._touched = False
@@ -438,7 +448,7 @@ class PartsMover(Mover):
                     begun.add(number)
                     self._begin(queue, sending, number, fetch)
         except (RefusedContributionError, MembershipLostError, GivenUpError):
-            sending.finish()  # the memory is in use until then
+            sending.finish()  # until then the calls use the memory
             raise
         except Error:
             self._note_left(sending, begun)
@@ -462,32 +472,32 @@ class PartsMover(Mover):
         sending.add(part, call, (lambda: flow.came(number)) if fetch else None)
 
     def _note_left(self, sending: _Sending, begun: set[int]) -> None:
-        """Wait for what is under way, and take note of what is left to be sent, where any of it was begun."""
+        """Wait for the calls in flight. If any part was begun, record what is left to be sent."""
         failures = sending.finish()
         tried = {run.here for run, _ in sending.calls}
         left = [run for number in begun for run in self._flow.cut.push[number].runs if run.here not in tried]
         self._ledger.begin(left)
         self._ledger.failed.extend(failures)
-        # Where nothing was begun all of it is left: with what is done until the next exchange.
+        # If no part was begun, the whole delta is left, and is sent together with the changes until the next exchange.
         self._parts_left = [number for number in range(len(self._flow.cut.push)) if begun and number not in begun]
 
     def read(self) -> None:
-        """Read the shared weights by parts, the most urgent first."""
+        """Read the shared weights in parts, the most urgent part first."""
         read_parts(self._flow, self._weights)
         self._moved_bytes += self._weights.nbytes
 
     def add_missing(self) -> bool:
-        """See Mover. Between steps."""
+        """See Mover. Called between steps."""
         ledger = self._ledger
         if not ledger.under_way and not self._parts_left:
             return False
         while self._parts_left:
             number = self._parts_left[-1]
-            if self._flow.is_made(number):  # else its worker leaves in the middle of a step
+            if self._flow.is_made(number):  # otherwise the worker leaves in the middle of a step
                 ledger.left += self._flow.cut.push[number].runs
             self._parts_left.pop()
         ledger.ask(lambda run, error: missed(self._weights, run, error))
-        self._flow.sent(self._weights)  # before the last call: after it Ctrl-C would have all sent again
+        self._flow.sent(self._weights)  # before the last call: if Ctrl-C came after it, everything would be sent again
         ledger.add(self._add)
         return True
 
@@ -496,7 +506,7 @@ class PartsMover(Mover):
 
 
 def read_parts(flow: Flow, weights: Buffer) -> None:
-    """Read the weights by parts, exact, the most urgent first. Raises where a call failed."""
+    """Read the weights in parts, exactly, the most urgent part first. Raises the error of a call that failed."""
     queue, sending = flow.queue(), _Sending(flow, flow.pulled)
     for number, part in enumerate(flow.cut.pull):
 

@@ -9,10 +9,10 @@ import torch
 
 
 class PassClock:
-    """Seconds of computing in a step, by module and by parameter, without what hooks take."""
+    """Seconds of computing in a step, by module and by parameter, without the time of the hooks."""
 
     def __init__(self, on_device: bool) -> None:
-        self._on_device = on_device  # then only waiting for it tells how long it takes
+        self._on_device = on_device  # times on a device are known only after waiting for it
         self._learning = True
         self._last = time.perf_counter()
         self._current: torch.nn.Module | None = None
@@ -21,7 +21,7 @@ class PassClock:
         self._optimizer = 0.0
 
     def tells(self, *, learning: bool) -> bool:
-        """Whether what was measured in this step is so."""
+        """Return True if this step's times were measured. `learning` says whether the next step's will be."""
         measured = bool(self._forward) and (not self._on_device or self._learning)
         self._learning = learning
         return measured
@@ -32,17 +32,17 @@ class PassClock:
         self._current = None
 
     def resume(self) -> None:
-        """Go on: a hook is over."""
+        """Continue after a hook."""
         self._last = time.perf_counter()
 
     def module(self, module: torch.nn.Module | None) -> None:
-        """Take note of a call; None: of a module that is no layer."""
+        """Note a call of a module; None if the module is not a layer."""
         self._count_forward()
         if module is not None:
             self._current = module
 
     def forward_ended(self) -> None:
-        """Take note of the end of the forward pass."""
+        """Note the end of the forward pass."""
         self._count_forward()
         self._current = None
         self.resume()
@@ -52,19 +52,19 @@ class PassClock:
             self._forward[self._current] = self._forward.get(self._current, 0.0) + self._passed()
 
     def gradient(self, parameter: torch.Tensor) -> None:
-        """Take note of a gradient."""
+        """Note that a gradient is ready."""
         self._backward[parameter] = self._backward.get(parameter, 0.0) + self._passed()
 
     def backward_ended(self) -> None:
-        """Take note of the optimizer's step, which begins."""
+        """Note that the optimizer's step begins."""
         self.resume()
 
     def optimized(self) -> None:
-        """Take note of its end."""
+        """Note that the optimizer's step has ended."""
         self._optimizer += self._passed()
 
     def optimized_one(self, seconds: float) -> None:
-        """Take note of its step for one parameter, in the backward pass."""
+        """Note the time of the optimizer's step for one parameter, in the backward pass."""
         self._optimizer += seconds
 
     def _passed(self) -> float:
@@ -76,7 +76,7 @@ class PassClock:
     def by_layer(
         self, layers: dict[torch.Tensor, int], modules: dict[torch.nn.Module, int], count: int
     ) -> tuple[list[float], list[float], float]:
-        """Return seconds forward and backward of each layer, and of the optimizer's step."""
+        """Return the seconds of each layer forward and backward, and of the optimizer's step."""
         forward, backward = [0.0] * count, [0.0] * count
         for module, seconds in self._forward.items():
             if module in modules:

@@ -1,6 +1,7 @@
-"""From what was measured of a training to the parts by which its exchange hides behind the passes. Pure.
+"""From the measurements of a training to the parts in which its exchange is hidden behind the passes. Pure.
 
-smb/train/partition.py predicts every schedule. Here its choice becomes runs of the model's vector (parts.py).
+smb/train/partition.py predicts every schedule. This file turns the chosen schedule into runs of the model's vector
+(parts.py).
 """
 
 from __future__ import annotations
@@ -15,25 +16,25 @@ from smb.train.ledger import Run
 from smb.train.partition import Channel, Layer, Prediction, outdated, pick, predict
 from smb.train.traits import FUSED
 
-_WINDOW = 9  # measurements of which the median counts
-_RATE_MAX, _START_MIN = 1e12, 1e-7  # bytes a second, seconds: what clocks can tell
+_WINDOW = 9  # number of measurements of which the median is used
+_RATE_MAX, _START_MIN = 1e12, 1e-7  # bytes per second and seconds: limits of what clocks can measure
 
 
 @dataclass(frozen=True)
 class LayerRuns:
-    """Where a layer's parameters lie in the vector; ascending, apart from each other."""
+    """Where a layer's parameters lie in the vector: ascending runs with gaps between them."""
 
     runs: tuple[Run, ...]
 
     @property
     def nbytes(self) -> int:
-        """Bytes, as float32."""
+        """Number of bytes, as float32."""
         return 4 * sum(run.count for run in self.runs)
 
 
 @dataclass(frozen=True)
 class ExchangePlan:
-    """How to exchange: the prediction that was picked, the one of today's exchange without overlap, the parts."""
+    """How to exchange: the chosen prediction, the prediction for an exchange without overlap, and the parts."""
 
     chosen: Prediction
     without: Prediction
@@ -57,14 +58,14 @@ def _shown(rate: float) -> str:
 
 
 def whole(layer_runs: Sequence[LayerRuns]) -> Cut:
-    """Return the cut without parts: all in one."""
+    """Return the cut into a single part."""
     part = (_part(layer_runs, 0),)
     return Cut(part, part)
 
 
 def plan_of(layer_runs: Sequence[LayerRuns], layers: Sequence[Layer], channel: Channel, exchange: str, closing_s: float,
          overlap: str) -> ExchangePlan:  # fmt: skip
-    """Return the best plan with at most this overlap. Places and layers are in the order of the forward pass."""
+    """Return the best plan with at most this overlap. Runs and layers are in the order of the forward pass."""
     predictions = predict(layers, channel, exchange, closing_s)
     without = pick(predictions, "none")
     chosen = pick(predictions, overlap)
@@ -80,7 +81,7 @@ def cut_of(layer_runs: Sequence[LayerRuns], chosen: Prediction, exchange: str) -
         return Cut(parts, parts, chosen.credit_bytes)
     pushes = tuple(_of_runs(layer_runs, chosen.pushes, backward=True)) if chosen.pushes else ()
     pulls = tuple(_of_runs(layer_runs, chosen.pulls, backward=False)) if chosen.pulls else ()
-    if exchange == FUSED:  # one message does both
+    if exchange == FUSED:  # one message both pushes and pulls
         parts = pushes or pulls
         return Cut(parts, parts, 1)
     every = (_part(layer_runs, 0),)
@@ -88,7 +89,7 @@ def cut_of(layer_runs: Sequence[LayerRuns], chosen: Prediction, exchange: str) -
 
 
 def _of_runs(layer_runs: Sequence[LayerRuns], sizes: Iterable[int], *, backward: bool) -> Iterable[Part]:
-    """Messages of whole layers, one after the other: in backward order the first one has the last layers."""
+    """Yield messages of whole layers, one after the other. In backward order the first message has the last layers."""
     order = list(range(len(layer_runs)))[:: -1 if backward else 1]
     at = 0
     for size in sizes:
@@ -98,7 +99,7 @@ def _of_runs(layer_runs: Sequence[LayerRuns], sizes: Iterable[int], *, backward:
 
 
 def _slices(layer_runs: Sequence[LayerRuns], slice_bytes: int) -> Iterable[Part]:
-    """Each layer by itself, cut by size; the earlier the layer, the more urgent."""
+    """Yield slices of each layer, cut by size. The earlier the layer, the more urgent its slices."""
     most = max(1, slice_bytes // 4)
     for number, place in enumerate(layer_runs):
         room, taken = most, list[Run]()
@@ -116,7 +117,9 @@ def _slices(layer_runs: Sequence[LayerRuns], slice_bytes: int) -> Iterable[Part]
 
 
 def _part(layer_runs: Sequence[LayerRuns], urgency: int) -> Part:
-    """All of some layers: runs that follow each other are one, over what lies between two tensors, too."""
+    """Return some layers as one part. Runs that follow each other are joined, together with the gap between two
+    tensors.
+    """
     found: list[Run] = []
     for run in sorted((run for place in layer_runs for run in place.runs), key=lambda run: run.here):
         last = found[-1] if found else None
@@ -128,11 +131,13 @@ def _part(layer_runs: Sequence[LayerRuns], urgency: int) -> Part:
     return Part(tuple(found), urgency)
 
 
-GAP_ELEMENTS = 16  # tensors lie at multiples of 64 bytes (smb/tensors.py): fewer elements between two are nobody's
+GAP_ELEMENTS = 16  # tensors lie at multiples of 64 bytes (smb/tensors.py), so smaller gaps belong to no tensor
 
 
 class Measured:
-    """The last steps' times, by layer, and what the link did. Medians count: one step that was disturbed does not."""
+    """The times of the last steps, by layer, and the speed of the link. Medians are used, so that one disturbed step
+    does not matter.
+    """
 
     def __init__(self, layer_runs: Sequence[LayerRuns], start_s: float, gap_s: float) -> None:
         self.layer_runs = layer_runs
@@ -144,31 +149,32 @@ class Measured:
         self._push: deque[float] = deque(maxlen=_WINDOW)
         self._pull: deque[float] = deque(maxlen=_WINDOW)
         self._closing: deque[float] = deque(maxlen=_WINDOW)
-        self._steps: dict[bool, deque[float]] = {each: deque(maxlen=_WINDOW) for each in (False, True)}  # overlapped?
+        # By whether the step was overlapped.
+        self._steps: dict[bool, deque[float]] = {each: deque(maxlen=_WINDOW) for each in (False, True)}
 
     def computed(self, forward_s: Sequence[float], backward_s: Sequence[float], optimizer_s: float) -> None:
-        """Take note of a step's computing: by layer, and of the optimizer's step over all."""
+        """Record a step's computing: by layer, and the optimizer's step as a whole."""
         for deques, values in ((self._forward, forward_s), (self._backward, backward_s)):
             for each, value in zip(deques, values, strict=True):
                 each.append(value)
         self._optimizer.append(optimizer_s)
 
     def moved(self, nbytes: int, busy_s: float, *, pull: bool) -> None:
-        """Take note of what a step moved in a direction, and for how long something was under way."""
+        """Record the bytes that a step moved in one direction, and the seconds with a message in flight."""
         if nbytes:
             rate = nbytes / max(busy_s - self._start_s, nbytes / _RATE_MAX)
             (self._pull if pull else self._push).append(min(rate, _RATE_MAX))
 
     def closed(self, seconds: float) -> None:
-        """Take note of the time from a round's last push to its first pull."""
+        """Record the seconds from a round's last push to its first pull."""
         self._closing.append(seconds)
 
     def stepped(self, seconds: float, *, overlapped: bool) -> None:
-        """Take note of the time from one step to the next, all included."""
+        """Record the seconds from one step to the next, everything included."""
         self._steps[overlapped].append(seconds)
 
     def step_s(self, *, overlapped: bool) -> float:
-        """Return the median of the latest steps with overlap, or without."""
+        """Return the median time of the latest steps with overlap, or without."""
         return statistics.median(self._steps[overlapped])
 
     @property
@@ -176,8 +182,8 @@ class Measured:
         return bool(self._optimizer and self._push)
 
     def layers(self) -> list[Layer]:
-        """Return the layers. The optimizer's step counts as a part of the backward pass, by bytes: there is where it
-        may be done.
+        """Return the layers. The optimizer's step counts as a part of the backward pass, divided by bytes, because it
+        may run there.
         """
         total = sum(place.nbytes for place in self.layer_runs) or 1
         optimizer_s = statistics.median(self._optimizer)
@@ -191,15 +197,17 @@ class Measured:
         ]
 
     def channel(self) -> Channel:
-        """Return the way to the servers. Where a message brings the values back, both directions are its one rate."""
+        """Return the measured link to the servers. If a message brings the values back, both directions have its one
+        rate.
+        """
         push = statistics.median(self._push)
         pull = statistics.median(self._pull) if self._pull else push
         return Channel(push, pull, self._start_s, self._gap_s)
 
     def closing_s(self) -> float:
-        """Return how long a round takes to close."""
+        """Return how many seconds a round takes to close."""
         return statistics.median(self._closing) if self._closing else 0.0
 
     def outdated(self, made: ExchangePlan) -> bool:
-        """Whether these measurements have moved from those that a plan was made with."""
+        """Return True if these measurements differ from those with which a plan was made."""
         return outdated(made.layers, made.channel, self.layers(), self.channel())

@@ -1,8 +1,8 @@
 """When a training gets a new plan of its exchanges, and which one. Pure: no clock, no call, no PyTorch.
 
 The first steps exchange without a plan and are measured. Then plan.py picks the parts. Some steps follow the new plan,
-some steps go without overlap, and the faster way stays: a prediction does not know who else needs a host's processors.
-After twice as many steps, a new plan is made if the measurements have moved.
+some go without overlap, and the faster way is kept, because a prediction does not know which other programs use a
+host's processors. After twice as many steps, a new plan is made if the measurements have changed.
 """
 
 from __future__ import annotations
@@ -10,18 +10,19 @@ from __future__ import annotations
 from smb.overlap.parts import Cut
 from smb.overlap.plan import ExchangePlan, Measured, plan_of
 
-LEARNING_STEPS = 4  # exchanged before the first plan; the very first one, which warms up, is not measured
-COMPARED_STEPS = 20  # by a new plan, and as many without overlap, before the faster way stays
+LEARNING_STEPS = 4  # exchanged before the first plan; the first step, which warms up, is not measured
+COMPARED_STEPS = 20  # steps with a new plan, and as many without overlap, before the faster way is kept
 
 
 class Planner:
-    """The plans of one training. Steps are counted by exchanges that are done."""
+    """The plans of one training. Steps are counted by finished exchanges."""
 
     def __init__(self, asked: str) -> None:
         """`asked` is the most overlap that a plan may have: "forward" or "both"."""
         self.plan: ExchangePlan | None = None  # None while the first steps are measured
         self._asked = asked
-        self._compared: ExchangePlan | None = None  # the plan with overlap, while it is compared with none
+        # The plan with overlap, while it is compared with an exchange without overlap.
+        self._compared: ExchangePlan | None = None
         self._next_at = 0  # the step after which a new plan may be due
 
     @property
@@ -36,15 +37,17 @@ class Planner:
 
     @property
     def comparing(self) -> bool:
-        """Whether the faster of two ways is still being looked for."""
+        """True while two ways are being compared."""
         return self._compared is not None
 
     def hopeless(self, steps: int, measured: Measured) -> bool:
-        """Whether so many steps gave no figures to plan by: no module of the model is called."""
+        """Return True if this many steps gave no measurements for a plan, because the model's
+        modules are not called.
+        """
         return self.plan is None and steps == 2 * LEARNING_STEPS and not measured.ready
 
     def due(self, steps: int, measured: Measured) -> bool:
-        """Whether `advance` is to be called after so many steps. If not, the next look may be put off."""
+        """Return True if `advance` must be called after this many steps. If not, the next check may be put off."""
         if self.plan is None:
             return steps >= LEARNING_STEPS and measured.ready
         if steps < self._next_at:
@@ -57,8 +60,8 @@ class Planner:
     def advance(self, steps: int, measured: Measured, way: str) -> str:
         """Make the next plan and return a line for the log; "" if there is nothing to say.
 
-        A plan with overlap is followed by one without, and then by the faster of both. `way` is how the scheme moves
-        values (smb/train/traits.py).
+        A plan with overlap is followed by one without, and then by the faster one. `way` is how the scheme moves values
+        (smb/train/traits.py).
         """
         compared, news = self._compared, ""
         self._next_at = steps + COMPARED_STEPS

@@ -9,37 +9,41 @@ import torch
 
 from smb.errors import Error
 
-_CHANGES = "changes {} in its step, which it would do once for each parameter"
+_CHANGES = "changes {} in its step, and would do so once for each parameter"
 
 
 class StepByParameter:
-    """Steps the optimizer by parameter, in the backward pass, and refuses what that would make wrong, by name."""
+    """Steps the optimizer by parameter in the backward pass, and refuses scripts that would then
+    compute wrong results.
+    """
 
     def __init__(self, optimizer: torch.optim.Optimizer, names: dict[torch.Tensor, str]) -> None:
         self._optimizer = optimizer
         self._names = names
-        self._used: dict[torch.Tensor, tuple[torch.Tensor, int]] = {}  # of this step: gradient and its version
-        self._before: dict[torch.Tensor, tuple[int, int]] = {}  # of the last one: its id, as to keep it costs memory
-        self._settings: list[dict[str, Any]] = []  # of the optimizer's groups, when the first gradient came
+        self._used: dict[torch.Tensor, tuple[torch.Tensor, int]] = {}  # gradients of this step, with their versions
+        # Gradients of the last step: id (to keep them would cost memory) and version.
+        self._before: dict[torch.Tensor, tuple[int, int]] = {}
+        # Settings of the optimizer's groups when the first gradient was ready.
+        self._settings: list[dict[str, Any]] = []
         self._hidden: list[tuple[torch.Tensor, torch.Tensor | None]] = []
         self._param_groups: dict[torch.Tensor, dict[str, Any]] = {}
-        self._sums: dict[torch.Tensor, torch.Tensor] = {}  # of gradients, in the first steps
-        self.stepping = False  # by parameter
+        self._sums: dict[torch.Tensor, torch.Tensor] = {}  # sums of the gradients, in the first steps
+        self.stepping = False  # whether a step by parameter is running
 
     def check(self, parameter: torch.Tensor) -> None:
-        """Look at a gradient that is there. Raises Error."""
+        """Check a gradient that is ready. Raises Error."""
         name = self._names[parameter]
         if parameter in self._used:
             raise refused(
-                f"parameter {name!r} got a second gradient before optimizer.step(): gradient accumulation, several "
-                f"losses, or a backward pass after one that failed"
+                f"parameter {name!r} got a second gradient before optimizer.step(), as with gradient accumulation, "
+                f"several losses, or a backward pass after one that failed"
             )
         grad = parameter.grad
         if grad is None:
-            raise refused(f"the gradient of {name!r} was taken away by another hook")
+            raise refused(f"the gradient of {name!r} was removed by another hook")
         before = self._before.get(parameter)
         if before is not None and before[0] == id(grad) and grad._version == before[1] + 1:
-            raise refused(f"the gradient of {name!r} was added to that of the step before: call optimizer.zero_grad()")
+            raise refused(f"the gradient of {name!r} was added to that of the last step: call optimizer.zero_grad()")
         if not self._used:
             self._settings = [_settings(param_group) for param_group in self._optimizer.param_groups]
             self._param_groups = {
@@ -47,7 +51,7 @@ class StepByParameter:
             }
 
     def used(self, parameter: torch.Tensor, *, summed: bool) -> None:
-        """Take note of a gradient that was used, or would have been; of its sum too, as not all that changes a tensor
+        """Record a gradient that was used, or would have been, and its sum, because not every change of a tensor
         changes its version.
         """
         grad = parameter.grad
@@ -57,10 +61,10 @@ class StepByParameter:
             self._sums[parameter] = grad.sum()
 
     def step(self, parameter: torch.Tensor) -> None:
-        """Step the optimizer for one parameter, by its own state and its group's settings."""
+        """Step the optimizer for one parameter, with its own state and its group's settings."""
         param_group = self._param_groups.get(parameter)
         if param_group is None:
-            return  # another optimizer's, or nobody's
+            return  # the parameter of another optimizer, or of none
         alone = {**param_group, "params": [parameter]}
         param_groups, self._optimizer.param_groups = self._optimizer.param_groups, [alone]
         self.stepping = True
@@ -72,9 +76,9 @@ class StepByParameter:
         self._check_settings(_settings(alone), _settings(param_group), _CHANGES)
 
     def check_step(self, args: Sequence[Any], options: dict[str, Any]) -> None:
-        """Look at the script's own step. Raises Error."""
+        """Check the script's own step. Raises Error."""
         if any(each is not None for each in args[1:]) or options.get("closure") is not None:
-            raise refused("optimizer.step() got a closure, which computes the gradients once more")
+            raise refused("optimizer.step() got a closure, which computes the gradients again")
         if getattr(self._optimizer, "grad_scale", None) is not None or "grad_scaler" in options:
             raise refused("a GradScaler scales the gradients until the optimizer's step")
         for parameter, (grad, version) in self._used.items():
@@ -83,8 +87,8 @@ class StepByParameter:
                 same = torch.allclose(total, grad.sum(), rtol=0, atol=0, equal_nan=True)
             if not same:
                 raise refused(
-                    f"the gradient of {self._names[parameter]!r} was changed between backward() and optimizer.step(): "
-                    f"clipping by norm or value, GradScaler.unscale_, or noise"
+                    f"the gradient of {self._names[parameter]!r} was changed between backward() and optimizer.step(), "
+                    f"as by clipping by norm or value, GradScaler.unscale_, or noise"
                 )
         for param_group, before in zip(self._optimizer.param_groups, self._settings, strict=False):
             self._check_settings(
@@ -98,21 +102,23 @@ class StepByParameter:
 
     @property
     def waiting(self) -> bool:
-        """Whether gradients are there that the script has not stepped with."""
-        return any(each in self._param_groups for each in self._used)  # not what another optimizer steps
+        """True if there are gradients with which the script has not stepped."""
+        return any(each in self._param_groups for each in self._used)  # not gradients of another optimizer
 
     def forget(self) -> None:
-        """Leave the gradients that are there out."""
+        """Drop the present gradients."""
         self._used, self._sums = {}, {}
 
     def hide(self) -> None:
-        """Take gradients that were stepped with away for the script's own step: it has nothing left to do for them."""
+        """Hide gradients that were used from the script's own step, which must not use them again."""
         self._hidden = [(parameter, parameter.grad) for parameter in self._used if parameter in self._param_groups]
         for parameter, _ in self._hidden:
             parameter.grad = None
 
     def show(self) -> None:
-        """End a step. Raises Error for an optimizer that changes its groups: it would count its steps by parameter."""
+        """End a step. Raises Error for an optimizer that changes its groups, since it would count each parameter as a
+        step.
+        """
         for param_group, before in zip(self._optimizer.param_groups, self._settings, strict=False):
             self._check_settings(_settings(param_group), before, _CHANGES)
         for parameter, grad in self._hidden:
@@ -128,12 +134,14 @@ def _settings(param_group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _step_of(kind: type[torch.optim.Optimizer]) -> Callable[[torch.optim.Optimizer], object]:
-    """Return its step without the hooks of torch.optim.Optimizer: these are for the script's own step."""
+    """Return the optimizer's step without the hooks of torch.optim.Optimizer, which are for the script's own step."""
     step: Any = kind.step
     return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[no-any-return]
 
 
 def refused(why: str) -> Error:
-    """Return the error that says why overlap='both' is not for this script."""
-    return Error(f"overlap='both' steps the optimizer in the backward pass, and would be wrong here: {why}. Join with "
-                 f"overlap='forward', which leaves the script as it is")  # fmt: skip
+    """Return the error that says why overlap='both' does not work with this script."""
+    return Error(
+        f"overlap='both' steps the optimizer in the backward pass, which would give wrong results here: {why}. Join "
+        f"with overlap='forward', which needs no change of the script"
+    )

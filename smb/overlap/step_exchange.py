@@ -1,4 +1,6 @@
-"""One step's exchange in the background, from its begin until all of its parts are taken over, and after a failure."""
+"""One step's exchange in the background, from its beginning until all of its parts are taken
+over, and after a failure.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,8 @@ from smb.train.steps import Steps
 class StepExchange:
     """Exchanges a worker's steps, one after the other. For the computing thread; the worker's own thread sends.
 
-    `pending` are the pulled parts that are not taken over yet. `in_backward` is True while a step's backward pass, in
-    which its exchange began, is not over.
+    `pending` are the pulled parts that are not taken over yet. `in_backward` is True from the beginning of an exchange
+    in a backward pass to the end of that pass.
     """
 
     def __init__(self, trained: PartParameters, done: Callable[[], None]) -> None:
@@ -29,7 +31,7 @@ class StepExchange:
         self._samples: Callable[[], int | None]
 
     def attach(self, worker: smb.train.Worker, samples: Callable[[], int | None]) -> None:
-        """Exchange by this worker from now on; `samples` returns how many samples a step is over."""
+        """Exchange through this worker from now on. `samples` returns the number of samples of a step."""
         self._worker = worker
         self._samples = samples
 
@@ -39,7 +41,7 @@ class StepExchange:
         return self._worker.steps
 
     def begin(self, cut: Cut | None) -> None:
-        """Begin a step's exchange by these parts (None: by those of the step before). Nothing is made yet."""
+        """Begin a step's exchange with these parts (None: with those of the last step). No part is made yet."""
         if self._trained.verify is not None:
             self._trained.verify()
         self._flow.begin(cut)
@@ -52,15 +54,17 @@ class StepExchange:
             raise
 
     def begin_again(self, cut: Cut | None) -> None:
-        """Exchange once more after a failure, with all parts, before any of them is used."""
+        """Exchange again after a failure, with all parts, before any of them is used."""
         if not self.recover():
             self.begin(cut)
             self._flow.make_rest()
 
     def take(self, number: int) -> None:
-        """Wait for a part and take it over. Raises if the exchange failed; a second call leaves the part as is."""
+        """Wait for a part and take it over. Raises if the exchange failed; then a second call
+        leaves the part as it is.
+        """
         if self.in_backward and number in self.pending:
-            raise refused("the parameters were looked at between backward() and optimizer.step()")
+            raise refused("the parameters were read between backward() and optimizer.step()")
         while number in self.pending:
             if self._flow.wait(number):
                 self._flow.adopt(number)
@@ -70,7 +74,7 @@ class StepExchange:
                 self.pending.clear()
             elif self.steps.under_way:
                 self.finish()
-            else:  # what was done here is kept, and sent with the next step
+            else:  # local changes are kept, and sent with the next step
                 self.pending.clear()
 
     def take_all(self) -> None:
@@ -79,18 +83,20 @@ class StepExchange:
             self.take(number)
 
     def wait(self) -> None:
-        """Wait for the exchange under way, and take all of it over. Raises the errors of the exchange."""
+        """Wait for the exchange in progress, and take over all of it. Raises the errors of the exchange."""
         self.raise_refusal()
         self.take_all()
         self.finish()
 
     def end_backward(self) -> None:
-        """End the part of the exchange that the backward pass has begun: make the rest of its parts."""
+        """End the part of the exchange that began in the backward pass: make the remaining parts."""
         self.in_backward = False
         self._flow.make_rest()
 
     def finish(self) -> bool:
-        """Wait for the exchange under way. True if this worker joined again, with the shared model's parameters."""
+        """Wait for the exchange in progress. Returns True if this worker joined again and took
+        over the shared model.
+        """
         if not self.steps.under_way:
             return False
         try:
@@ -105,14 +111,14 @@ class StepExchange:
         return rejoined
 
     def raise_refusal(self) -> None:
-        """If a contribution was refused and the shared model could not be taken over then, do so now, and raise the
-        refusal.
+        """If a contribution was refused and the shared model could not be taken over at that time, take it over now,
+        and raise the refusal.
         """
         if self.steps.refused:
             self.recover()
 
     def recover(self) -> bool:
-        """Finish what a failed exchange has left. True if this worker joined again."""
+        """Finish what a failed exchange has left. Returns True if this worker joined again."""
         try:
             if not self.steps.recover():
                 return False

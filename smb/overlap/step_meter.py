@@ -1,4 +1,4 @@
-"""What is measured of a training for its plans: computing by layer, exchanges, whole steps, and the link."""
+"""The measurements of a training for its plans: computing by layer, exchanges, whole steps, and the link."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from smb.overlap.pass_clock import PassClock
 from smb.overlap.plan import Measured
 from smb.queue import Queue
 
-_PROBES, _PROBES_AT_ONCE = 5, 16  # small reads that tell what a message costs
+_PROBES, _PROBES_AT_ONCE = 5, 16  # small reads that measure the cost of a message
 
 
 class StepMeter:
     """Measures one worker's steps. For the computing thread."""
 
     def __init__(self, clock: PassClock, layers: ModelLayers, flow: Flow) -> None:
-        self.measured: Measured | None = None  # None until the layers are found and the link is probed
-        self.exchanges = 0  # done by this worker
+        self.measured: Measured | None = None  # None until the layers are found and the link is measured
+        self.exchanges = 0  # number of exchanges of this worker
         self._clock = clock
         self._layers = layers
         self._flow = flow
-        self._stepped_at = 0.0  # when the last step was over (time.perf_counter)
+        self._stepped_at = 0.0  # when the last step ended (time.perf_counter)
 
     def exchange_done(self) -> None:
         """Count an exchange, and record how long its messages took."""
@@ -40,10 +40,10 @@ class StepMeter:
             measured.closed(max(0.0, flow.pulled.first - flow.pushed.last))
 
     def step_done(self, weights: Buffer, *, overlapped: bool, learning: bool) -> Measured | None:
-        """Record a step: `overlapped` says how it was exchanged, `learning` that there is no plan yet.
+        """Record a step. `overlapped` says whether its exchange was overlapped, `learning` that there is no plan yet.
 
-        Returns None for steps before anything is measured. The first step after an exchange finds the layers and probes
-        the link by a few small reads; where these fail, a later step tries again.
+        Returns None for steps before the first measurement. The first step after an exchange finds the layers and
+        measures the link by a few small reads; if these fail, a later step tries again.
         """
         now, before = time.perf_counter(), self._stepped_at
         self._stepped_at = now
@@ -52,7 +52,8 @@ class StepMeter:
             if self.exchanges:
                 if not self._layers.layer_runs:
                     self._layers.find()
-                with contextlib.suppress(Error):  # the optimizer has stepped, and must not be called again
+                # The optimizer has stepped, so optimizer.step() must not be called again.
+                with contextlib.suppress(Error):
                     self.measured = Measured(self._layers.layer_runs, *_probe(self._flow.queue(), weights))
             return None
         measured.stepped(now - before, overlapped=overlapped)

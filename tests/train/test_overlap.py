@@ -743,7 +743,7 @@ def test_what_begins_later_is_refused_then(connect: Connect, monkeypatch: pytest
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"overlap": "backward", "scheme": "asp"}, "is none of none, forward, both"),
+        ({"overlap": "backward", "scheme": "asp"}, "overlap must be one of none, forward, both"),
         ({"overlap": "both", "scheme": "diloco"}, "fragments="),
         ({"overlap": "both", "scheme": "diloco", "fragments": 2}, "in the background already"),
         ({"overlap": "forward", "scheme": "localsgd", "every": 2}, "exchanges seldom"),
