@@ -4,9 +4,9 @@
     with smb.ray.start(capacity_per_node="16GiB") as cluster:
         ...  # any task, actor or Ray Train worker: smb.connect(cluster.address)
 
-Each daemon is the child of an actor that is bound to its node. The actor starts a daemon that dies again, with the
-memory that it left. If the actor or its node dies, its memory is gone; and with the job all of them are. It needs the
-extra `ray`.
+Each daemon is the child of an actor that is bound to its node. If a daemon dies, the actor starts it again, with the
+memory that it left. If the actor or its node dies, that memory is lost; when the job ends, the memory of all of them
+is. This module needs the extra `ray`.
 """
 
 from __future__ import annotations
@@ -37,13 +37,15 @@ __all__ = ["RayCluster", "start"]
 
 _START_S = 120.0  # Ray starts a process for the actor, on a node that may be busy
 _LOOK_S = 0.5
-# Takes the directories away once nobody holds the pipe any more: when the actor's process is gone, however it went.
-# Not the actor's child, as Ray ends those with it.
+# A shell process that deletes the directories when the pipe is closed, which happens when the actor's process ends in
+# any way. It is not the actor's child, because Ray ends children together with the actor.
 _JANITOR = 'exec 3<&0; (read -r _ <&3; sleep 1; rm -rf "$@") >/dev/null 2>&1 &'
 
 
 class _Supervised:
-    """The actor: one daemon, started again where it dies. One method at a time, beside the thread that looks."""
+    """The actor: one daemon, which is started again if it dies. Methods run one at a time, beside the thread that
+    watches.
+    """
 
     def __init__(self, module: str, name: str, options: dict[str, str], host: str) -> None:
         self._directories = [Path(tempfile.mkdtemp(prefix="smb-ray-"))]
@@ -54,7 +56,7 @@ class _Supervised:
         else:
             options["state"] = str(self._directories[0] / "state")
         shell = ["/bin/sh", "-c", _JANITOR, "sh", *map(str, self._directories)]
-        # A session of its own: Ray may end the actor's whole process group.
+        # The shell gets a session of its own, since Ray may end the actor's whole process group.
         self._janitor = subprocess.Popen(shell, stdin=subprocess.PIPE, start_new_session=True)  # noqa: S603 - our words
         self._janitor.wait()
         self._daemon = Daemon(module, name, options, self._directories[0])
@@ -72,7 +74,7 @@ class _Supervised:
         return self._daemon.pid
 
     def stop(self) -> None:
-        """End the daemon in order, and take away what it left."""
+        """End the daemon in order, and delete its directories."""
         self._ending.set()
         self._watcher.join()
         self._daemon.release()
@@ -82,7 +84,7 @@ class _Supervised:
     def _watch(self) -> None:
         while not self._ending.wait(_LOOK_S):
             if not self._daemon.running:
-                with contextlib.suppress(Error):  # tried again at the next look; the log says why
+                with contextlib.suppress(Error):  # the next look tries again; the daemon's log says why
                     self._daemon.start()
 
 
@@ -135,18 +137,20 @@ def start(
     - `capacity_per_node`: bytes, or text such as "1GiB", that each memory server lends.
     - `nodes`: ids of Ray nodes; default: all that are alive.
     - `coordinator`: the address of a running coordinator. By default one is started on this process's node.
-    - `credentials`: a directory that all nodes see. Each daemon takes those of its name, as `smb certs` makes them:
-      "coordinator", or "ray-" and the first 12 digits of the node's id. Without credentials pass insecure=True: every
-      process that reaches the ports may then read and write. If all nodes are on this machine, loopback is used, which
-      needs neither.
+    - `credentials`: a directory that all nodes see. Each daemon uses the subdirectory of its name, as `smb certs` makes
+      it: "coordinator", or "ray-" and the first 12 digits of the node's id. Without credentials pass insecure=True:
+      every process that reaches the ports may then read and write. If all nodes are on this machine, the daemons use
+      loopback, which needs neither.
 
-    Raises UnavailableError, after which nothing is left, and InvalidArgumentError.
+    Raises UnavailableError if a daemon did not start in time, after which no daemon is left, and InvalidArgumentError.
     """
     capacity = str(parse_bytes(capacity_per_node))
     hosts = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
     chosen = list(hosts) if nodes is None else list(nodes)
     if not chosen or not set(chosen) <= set(hosts):
-        raise InvalidArgumentError(f"smb.ray.start: nodes={nodes!r}; those alive are {list(hosts)}")
+        raise InvalidArgumentError(
+            f"smb.ray.start: nodes must be ids of live Ray nodes, not {nodes!r}; the live ones are {list(hosts)}"
+        )
 
     def access(name: str) -> dict[str, str]:
         given = {"credentials": str(Path(credentials).absolute() / name)} if credentials is not None else {}

@@ -135,7 +135,7 @@ def test_what_can_not_be_started_is_told(ray_address: str) -> None:
     import smb.ray
 
     before = left()
-    with pytest.raises(smb.InvalidArgumentError, match="those alive are"):
+    with pytest.raises(smb.InvalidArgumentError, match="the live ones are"):
         smb.ray.start(nodes=["f" * 56])
     with pytest.raises(smb.InvalidArgumentError):
         smb.ray.start(capacity_per_node="much")
