@@ -1,4 +1,4 @@
-"""Work shared out by a counter: each task is done once, by the first process to claim it.
+"""Work that is divided by a counter: each task is done once, by the first process that claims it.
 
 Run it: python examples/counters.py
 """
@@ -14,7 +14,7 @@ TASKS = 1000
 
 
 def work(address: str) -> None:
-    """Claim one task after the other until there are none."""
+    """Claim one task after another until none is left."""
     with smb.connect(address) as client:
         claimed, done, first = client.open("claimed"), client.open("done"), client.open("first")
         if first.compare_swap(0, expected=0, new=os.getpid()) == 0:  # won by exactly one process
@@ -28,7 +28,7 @@ def work(address: str) -> None:
 
 
 def main() -> None:
-    """Run three such workers and look whether each task was done once."""
+    """Run three workers, and check that each task was done once."""
     processes = multiprocessing.get_context("spawn")
     with smb.LocalCluster(servers=2) as cluster, smb.connect(cluster.address) as client:
         client.create("claimed", (1,), "int64")

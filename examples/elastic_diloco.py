@@ -1,7 +1,7 @@
 """DiLoCo on machines that come and go. Run it: python examples/elastic_diloco.py [KILLS]
 
-Three processes train on handwritten digits. Again and again one is killed with SIGKILL, in the middle of whatever it
-does, and a new one joins from the shared model. The rounds go on with those who are there.
+Three processes train on handwritten digits. Again and again one process is killed with SIGKILL, at any point of its
+work, and a new one joins with the shared model. The rounds go on with the processes that are there.
 """
 
 from __future__ import annotations
@@ -21,11 +21,13 @@ import smb.train
 WORKERS = 3
 KILLS = 5
 ROUNDS = 20  # between two kills
-LEASE_S = 1.5  # for so long the others wait for one that was killed
+LEASE_S = 1.5  # how long the others wait for a process that was killed
 
 
 def digits() -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the images (1797, 64) and their classes, in one order for all; the last 397 are for testing."""
+    """Return the images (1797, 64) and their classes, in the same order in all processes; the
+    last 397 are for testing.
+    """
     images, labels = (torch.from_numpy(each) for each in load_digits(return_X_y=True))
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
     return (images[order] / 16).float(), labels[order]
@@ -53,7 +55,7 @@ def train(address: str) -> None:
 
 
 def main() -> None:
-    """Kill a worker and start another one, wait for more rounds, look at the shared model, and so on."""
+    """Repeatedly wait for more rounds, test the shared model, kill a worker and start another one."""
     kills = int(sys.argv[1]) if len(sys.argv) > 1 else KILLS
     images, labels = digits()
     model = network()

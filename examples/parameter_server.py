@@ -15,7 +15,7 @@ TRUTH = np.array([2.0, -3.0, 0.5, 1.0], dtype=np.float32)
 
 
 def work(address: str, seed: int) -> None:
-    """Descend 500 gradients of a least-squares problem, each taken at whatever the shared weights are by then."""
+    """Descend along 500 gradients of a least-squares problem, each computed from the latest shared weights."""
     random = np.random.default_rng(seed)
     with smb.connect(address) as client:
         weights = client.open("weights")
@@ -26,7 +26,7 @@ def work(address: str, seed: int) -> None:
 
 
 def main() -> None:
-    """Run three such workers on two memory servers."""
+    """Run three workers on two memory servers."""
     # A client must not be used on both sides of a fork, so processes are spawned.
     processes = multiprocessing.get_context("spawn")
     with smb.LocalCluster(servers=2) as cluster, smb.connect(cluster.address) as client:

@@ -3,8 +3,8 @@
     pip install ".[ray,torch]" "ray[train]" scikit-learn
     python examples/ray_train.py
 
-Neither waits for the other at each step: they meet every 20. On a cluster of Ray with several hosts set RAY_ADDRESS,
-and give smb.ray.start credentials.
+The workers exchange every 20 steps, so they need not wait for each other at every step. On a Ray cluster with several
+hosts set RAY_ADDRESS, and give smb.ray.start credentials.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import smb.train
 
 
 def work(config: dict[str, Any]) -> None:
-    """One worker: digits, as in stock_shared.py."""
+    """Train on handwritten digits in one worker, as in stock_shared.py."""
     import torch
     from sklearn.datasets import load_digits
     from torch import nn
@@ -46,7 +46,7 @@ def work(config: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """Start Ray where none runs, a memory server on each node, and the workers."""
+    """Start Ray if it is not running, a memory server on each node, and the workers."""
     if not ray.is_initialized():
         ray.init()
     with smb.ray.start(capacity_per_node="64MiB") as cluster:

@@ -1,7 +1,7 @@
 """One trainer, many readers: whole sets of weights, never a mix of two. Run it: python examples/reader_writer.py
 
-With versions=2 the servers keep two copies: readers see the one that was published last, as a whole, while the trainer
-writes the other. A call that waits for a version is woken when it is there.
+With versions=2 the servers keep two copies: readers see the latest published copy, as a whole, while the trainer writes
+the other one. A call that waits for a version is woken when the version is published.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ SETS = 20
 
 
 def evaluate(address: str) -> None:
-    """Follow the trainer for SETS sets; each is checked to be one set."""
+    """Follow the trainer for SETS sets, and check that each is one whole set."""
     with smb.connect(address) as client:
         weights = client.open("weights")
         values = np.empty(PARAMETERS, dtype=np.float32)
         version, seen = 0, set()
         while len(seen) < SETS:
-            version = weights.wait(version + 1, timeout=30)  # sleeps until there is a newer one
+            version = weights.wait(version + 1, timeout=30)  # sleeps until a newer version is published
             weights.read(out=values)
             assert (values == values[0]).all(), "a mix of two sets"
             seen.add(int(values[0]))
@@ -32,7 +32,7 @@ def evaluate(address: str) -> None:
 
 
 def main() -> None:
-    """Publish one set after the other as long as a reader follows."""
+    """Publish one set after another as long as a reader follows."""
     processes = multiprocessing.get_context("spawn")
     with smb.LocalCluster(servers=2) as cluster, smb.connect(cluster.address) as client:
         weights = client.create("weights", (PARAMETERS,), versions=2)

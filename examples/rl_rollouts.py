@@ -3,9 +3,10 @@
 Run it: python examples/rl_rollouts.py
 
 Four workers sample with the newest policy that they have, and the trainer learns from what arrives (REINFORCE on a toy
-task: each token shall be the one before it plus one). Nobody waits for anybody. Workers follow what is published; one
-leaves in the middle and another comes instead, and there is no group to make anew. A sample says which generation
-made it: the trainer's own less that is its staleness, and samples that are too stale are dropped.
+task: each token should be the previous one plus one). No process waits for another. Workers follow the published
+policy. One worker leaves in the middle and another replaces it, without a group that would have to be made anew. Each
+sample names the generation that made it. Its staleness is the trainer's generation less that number, and samples that
+are too stale are dropped.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ import smb
 import smb.torch
 
 WORKERS = 4
-TOKENS = 8  # the vocabulary
-LENGTH = 6  # of a sequence
+TOKENS = 8  # size of the vocabulary
+LENGTH = 6  # length of a sequence
 BATCH = 64
 STALENESS_MAX = 6
 
 
 class Policy(torch.nn.Module):
-    """A small transformer: tokens so far to the logits of the next one."""
+    """A small transformer that maps the tokens so far to the logits of the next one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,12 +58,12 @@ def roll_out(policy: Policy) -> torch.Tensor:
 
 
 def rewards(tokens: torch.Tensor) -> torch.Tensor:
-    """Return 1 for each token that is the one before it plus one, (batch, length - 1)."""
+    """Return 1 for each token that equals the previous one plus one, (batch, length - 1)."""
     return (tokens[:, 1:] == (tokens[:, :-1] + 1) % TOKENS).float()
 
 
 def work(address: str, number: int, samples: Any, batches: int) -> None:
-    """Sample so many batches (0: until the trainer has enough), each with the newest policy."""
+    """Sample `batches` batches (0: until the trainer has enough), each with the newest policy."""
     torch.set_num_threads(1)
     torch.manual_seed(number)
     policy = Policy()
@@ -81,11 +82,11 @@ def work(address: str, number: int, samples: Any, batches: int) -> None:
 
 
 def main(steps: int) -> None:
-    """Train on what arrives, and publish after every step."""
+    """Train on the samples that arrive, and publish after every step."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
     processes = multiprocessing.get_context("forkserver")
-    processes.set_forkserver_preload(["smb.torch", "torch._dynamo"])  # they are loaded once, not five times
+    processes.set_forkserver_preload(["smb.torch", "torch._dynamo"])  # loaded once, not five times
     samples = processes.Queue(maxsize=2)
     with smb.LocalCluster(servers=1) as cluster, smb.connect(cluster.address, name="trainer") as client:
 
@@ -98,12 +99,12 @@ def main(steps: int) -> None:
         optimizer = torch.optim.Adam(policy.parameters(), lr=1e-3)
         publisher = smb.torch.Publisher(client, "policy", policy, versions=3)
         publisher.publish()
-        leaves = max(1, steps // 20)  # batches of the first one, which goes then
+        leaves = max(1, steps // 20)  # number of batches after which the first worker leaves
         workers = [start(number, leaves if number == 0 else 0) for number in range(WORKERS)]
         staleness, came, dropped, recent = Counter[int](), Counter[int](), 0, []
         while publisher.generation <= steps:
             if len(workers) == WORKERS and not workers[0].is_alive():
-                workers.append(start(WORKERS))  # another comes instead
+                workers.append(start(WORKERS))  # replaces it
             number, generation, tokens = samples.get(timeout=60)
             age = publisher.generation - generation
             if age > STALENESS_MAX:

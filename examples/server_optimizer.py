@@ -1,4 +1,4 @@
-"""An optimizer on the memory servers: workers send gradients, `apply` takes Adam's step where the weights lie.
+"""An optimizer on the memory servers: workers send gradients, and `apply` takes Adam's step on the servers.
 
 Run it: python examples/server_optimizer.py
 """
@@ -16,7 +16,7 @@ WORKERS, STEPS = 3, 300
 
 
 def work(address: str, seed: int) -> None:
-    """Add a gradient for each step; the last at the barrier lets the servers take the step."""
+    """Add a gradient for each step. The last worker at the barrier lets the servers take the step."""
     random = np.random.default_rng(seed)
     with smb.connect(address, name=f"worker-{seed}") as client:
         weights, gradient, mean, square = (client.open(name) for name in ("weights", "gradient", "mean", "square"))
@@ -25,20 +25,20 @@ def work(address: str, seed: int) -> None:
             error = inputs @ (weights.read() - TRUTH)
             gradient.accumulate(inputs.T @ error / len(inputs))
             if client.barrier("summed", WORKERS) == WORKERS - 1:
-                weights.apply("adam", gradient, mean, square, lr=0.05, step=step, scale=1 / WORKERS)  # no bytes travel
+                weights.apply("adam", gradient, mean, square, lr=0.05, step=step, scale=1 / WORKERS)  # no array is sent
                 gradient.fill(0)
             client.barrier("stepped", WORKERS)
 
 
 def main() -> None:
-    """Run three such workers on two memory servers."""
+    """Run three workers on two memory servers."""
     # A client must not be used on both sides of a fork, so processes are spawned.
     processes = multiprocessing.get_context("spawn")
     with smb.LocalCluster(servers=2) as cluster, smb.connect(cluster.address) as client:
         weights = client.create("weights", TRUTH.shape)
         client.create("gradient", like=weights)  # the same placement, so that servers can combine them
         for name in ("mean", "square"):
-            client.create(name, state_of=weights)  # and with replicas=2 they would move together
+            client.create(name, state_of=weights)  # with replicas=2 they would move together with the weights
         workers = [processes.Process(target=work, args=(cluster.address, seed)) for seed in range(WORKERS)]
         for worker in workers:
             worker.start()

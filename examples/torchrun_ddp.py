@@ -2,8 +2,8 @@
 
     torchrun --standalone --nproc-per-node=2 examples/torchrun_ddp.py     # on each host, whenever it is there
 
-The processes that one torchrun starts are one member of the training. They exchange gradients at each step; only what
-they have learnt together travels between hosts. A host may come late, and leave. Inside a job of Slurm:
+The processes that one torchrun starts are one member of the training. They exchange gradients at each step, and only
+the changes of their common model are sent between hosts. A host may join late and leave early. Inside a job of Slurm:
 
     sbatch --nodes=4 deploy/slurm/smb.sbatch torchrun --standalone --nproc-per-node=8 examples/torchrun_ddp.py
 """
@@ -20,7 +20,7 @@ import smb.torch
 
 
 def main() -> None:
-    """Train, then print the share of digits that the model knows, on the first process."""
+    """Train. The first process prints the share of digits that the model recognises."""
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     images, labels = (torch.from_numpy(part) for part in load_digits(return_X_y=True))

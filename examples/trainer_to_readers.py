@@ -1,9 +1,9 @@
-"""One trainer publishes its model, 16 readers follow it, and none ever sees a mix of two generations. Needs torch.
+"""One trainer publishes its model, 16 readers follow it, and no reader ever sees a mix of two generations. Needs torch.
 
 Run it: python examples/trainer_to_readers.py
 
-The readers may be rollout workers or evaluators: they come before the trainer or later, take the newest weights when
-they like, and skip what they are too slow for. A reader that wants one generation for longer pins it.
+The readers may be rollout workers or evaluators: they start before the trainer or later, take the newest weights when
+they like, and skip generations if they are slow. A reader that wants one generation for longer pins it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ GENERATIONS = 50
 
 
 def build() -> torch.nn.Module:
-    """float32 weights, some in bfloat16, and batch norm's statistics: 0.7 million elements."""
+    """Return a model with float32 weights, some bfloat16 weights, and batch norm's statistics: 0.7 million elements."""
     return torch.nn.Sequential(
         torch.nn.Linear(512, 1024),
         torch.nn.BatchNorm1d(1024),
@@ -31,21 +31,21 @@ def build() -> torch.nn.Module:
 
 
 def read(address: str, number: int) -> None:
-    """Follow the trainer to its last generation; each one that is seen must be of one piece."""
+    """Follow the trainer to its last generation, and check that no generation is a mix."""
     torch.set_num_threads(1)  # 16 readers share the processor
     with smb.connect(address) as client:
         follower = smb.torch.follow(client, "policy", timeout=60)  # waits for a trainer
         model, seen = build(), []
         while follower.generation < GENERATIONS:
-            follower.wait(timeout=60)  # sleeps until there is a newer one
+            follower.wait(timeout=60)  # sleeps until a newer generation is published
             generation = follower.load(model)
             for name, tensor in model.state_dict().items():
                 assert (tensor == generation).all(), f"a mix: {name} in generation {generation}"
             seen.append(generation)
-        with follower.pin(ttl=5) as pinned:  # stays the same while tensors are fetched one by one
+        with follower.pin(ttl=5) as pinned:  # stays the same while tensors are read one by one
             assert pinned["0.weight"][0, 0] == pinned["3.bias"][0] == pinned.number
         line = f"reader {number:2} saw {len(seen):2} generations, {seen[0]} to {seen[-1]}, each of one piece\n"
-        print(line, end="", flush=True)  # the line in one piece, too
+        print(line, end="", flush=True)  # a single write, so that the readers' lines do not mix
 
 
 def main() -> None:
@@ -60,7 +60,7 @@ def main() -> None:
         publisher = smb.torch.Publisher(client, "policy", model)
         for generation in range(1, GENERATIONS + 1):
             for tensor in model.state_dict().values():
-                tensor.fill_(generation)  # a step of training; this one makes a mix easy to see
+                tensor.fill_(generation)  # stands for a step of training, and makes a mix easy to see
             time.sleep(0.01)
             assert publisher.publish() == generation
         for reader in readers:

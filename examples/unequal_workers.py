@@ -1,8 +1,9 @@
-"""R2SP with unequal workers: each takes as many samples as it is fast. Run it: python examples/unequal_workers.py
+"""R2SP with unequal workers: each takes a number of samples that fits its speed. Run it: python
+examples/unequal_workers.py
 
 Workers update the shared model in turns. With equal batches the slowest one sets the pace of all; with batch_size=64 in
-the scheme each gets its share of 64 * 3 samples by its measured speed, and all are ready when their turn comes. One
-worker here is made three times slower, by taking three times as long over the same numbers.
+the scheme each worker gets its share of 64 * 3 samples by its measured speed, and all are ready when their turn comes.
+One worker here is made three times slower, by taking three times as long over the same numbers.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from smb.train.rare.r2sp import RoundRobin
 FEATURES = 100
 BATCH = 64
 SLOWNESS = (1, 1, 3)
-SECONDS_A_SAMPLE = 1e-4  # of a worker that is not slow, as if its model were larger
+SECONDS_A_SAMPLE = 1e-4  # seconds of a worker that is not slow, as if its model were larger
 ITERATIONS = 150
 Array = NDArray[np.float32]
 
@@ -42,7 +43,8 @@ def work(address: str, number: int, iterations: int, adapt: bool, group: str) ->
             points = random.standard_normal((size, FEATURES), dtype=np.float32)
             error = points @ (values - truth)
             time.sleep(SECONDS_A_SAMPLE * SLOWNESS[number] * size)
-            # A larger batch is a better estimate and weighs as much more: the sum over workers is of single samples.
+            # A larger batch gives a better estimate and weighs more in proportion: the sum over workers is one over
+            # single samples.
             values -= 0.05 * rotation.gradient_scale * (points.T @ error / size)
             worker.step(samples=size)
         seconds = (time.perf_counter() - started) / iterations

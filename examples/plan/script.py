@@ -1,4 +1,4 @@
-"""A model as `smb plan` measures it: smb plan examples/plan/script.py --workers 1,4,16 --link 1Gbit."""
+"""A model for `smb plan` to measure: smb plan examples/plan/script.py --workers 1,4,16 --link 1Gbit."""
 
 import torch
 
@@ -16,7 +16,7 @@ def model() -> torch.nn.Module:
 
 
 def batch(size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what a step of so many samples trains on."""
+    """Return the inputs and labels of a step of `size` samples."""
     return torch.randn(size, 64), torch.randint(10, (size,))
 
 
@@ -27,5 +27,5 @@ def loss(model: torch.nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> to
 
 
 def optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
-    """Return the optimizer; without this function it is SGD."""
+    """Return the optimizer; without this function `smb plan` uses SGD."""
     return torch.optim.AdamW(model.parameters())
