@@ -26,16 +26,16 @@ from smb.daemon.own_files import open_own, take_directory
 from smb.errors import Error, InvalidArgumentError, UnavailableError
 from smb.security.credentials import VARIABLES as CREDENTIALS_VARIABLES
 
-_START_S = 30.0  # a Python process that imports gRPC, on a loaded machine
+_START_S = 30.0  # the start of a Python process that imports gRPC, on a loaded machine
 _STOP_S = 10.0
 _POLL_S = 0.01
 _MEMORY_ROOT = Path("/dev/shm")  # noqa: S108 - the system's place for shared memory
 _PREFIX = "smb-cluster"
-_KEPT = "smb-kept"  # of a data directory: it outlives its cluster, and no sweep looks at it
+_KEPT = "smb-kept"  # prefix of data directories that outlive their cluster, which no sweep removes
 
 
 class Daemon:
-    """A daemon process that can be killed and started again as the same. It has the descriptors `held` open, too."""
+    """A daemon process that can be killed and started again under the same name. It inherits the descriptors `held`."""
 
     def __init__(
         self, module: str, name: str, options: Mapping[str, str], directory: Path, held: Sequence[int] = ()
@@ -55,9 +55,9 @@ class Daemon:
 
     @property
     def pid(self) -> int:
-        """The process's id; of the last one, where it is not running. Raises Error before the first start."""
+        """The process's id, or the last process's id if none runs. Raises Error before the first start."""
         if self._process is None:
-            raise Error(f"{self.name} was not started")
+            raise Error(f"{self.name} was not started yet; call start() first")
         return self._process.pid
 
     @property
@@ -66,15 +66,15 @@ class Daemon:
         return self._process is not None and self._process.poll() is None
 
     def _keep_port(self, option: str) -> None:
-        """Choose a port where the option leaves it open, and keep it for as long as the daemon may be started again.
+        """Choose a port if the option leaves it open, and keep it for as long as the daemon may be started again.
 
-        A socket that is bound and does not listen reserves its port: the system gives it neither to a server on port 0
-        nor to an outgoing connection. The daemon asks for this very port with SO_REUSEADDR and gets it.
+        A bound socket that does not listen reserves its port: the system gives the port neither to a server on port 0
+        nor to an outgoing connection. The daemon binds the same port with SO_REUSEADDR and gets it.
         """
         host, port = parse_address(self._options[option])
         if port != 0:
             return
-        with contextlib.suppress(OSError):  # no address of this host: the daemon says so better
+        with contextlib.suppress(OSError):  # not an address of this host: the daemon reports that better
             family, kind, protocol, _, where = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
             kept = socket.socket(family, kind, protocol)
             self._kept.append(kept)
@@ -85,12 +85,12 @@ class Daemon:
     def spawn(self) -> None:
         """Start the process, on its old address if it had one."""
         if self.running:
-            raise Error(f"{self.name} runs already (pid {self.pid})")
+            raise Error(f"{self.name} runs already (pid {self.pid}); kill() or terminate() it first")
         self._ready.unlink(missing_ok=True)
         command = python_m(*self._module.split(), "--ready-file", str(self._ready))
         for option, value in self._options.items():
             command += [f"--{option.replace('_', '-')}", *([value] if value else [])]
-        # Our own credentials as a client do not count here: daemons get theirs as options.
+        # This process's own client credentials do not count here, because daemons get theirs as options.
         taken_away = {*CREDENTIALS_VARIABLES, *settings.file_variables()}
         environment = {name: value for name, value in os.environ.items() if name not in taken_away}
         environment |= {OWNER_VARIABLE: str(os.getpid())}
@@ -101,7 +101,7 @@ class Daemon:
         """Wait until it serves. Raises UnavailableError with the end of its log if it ends or the deadline passes."""
         while not self._ready.exists():
             if not self.running:
-                raise UnavailableError(f"{self.name} ended as it started: {self._last_words()}")
+                raise UnavailableError(f"{self.name} ended during its start: {self._last_words()}")
             if time.monotonic() > deadline:
                 raise UnavailableError(f"{self.name} does not serve after {_START_S:g} s: {self._last_words()}")
             time.sleep(_POLL_S)
@@ -110,7 +110,7 @@ class Daemon:
         self.address, self.metrics = format_address(reachable(host), port), ready["metrics"]
 
     def start(self) -> None:
-        """Start it again and wait until it serves, under the same name and address, with the memory it left."""
+        """Start it again under the same name and address, with the memory it left, and wait until it serves."""
         self.spawn()
         self.wait_ready(time.monotonic() + _START_S)
 
@@ -123,12 +123,12 @@ class Daemon:
         self._end(signal.SIGTERM)
 
     def ask_to_end(self) -> None:
-        """Send SIGTERM, and wait for nothing."""
+        """Send SIGTERM without waiting."""
         if self._process is not None:
             self._process.send_signal(signal.SIGTERM)
 
     def release(self) -> None:
-        """End it as `terminate` does, for good: its ports are anybody's again."""
+        """End it as `terminate` does, and release its ports for other processes."""
         try:
             self.terminate()
         finally:
@@ -147,7 +147,7 @@ class Daemon:
 
     def _last_words(self) -> str:
         lines = self.log.read_text(errors="replace").strip().splitlines()
-        return " | ".join(lines[-5:]) or "it said nothing"
+        return " | ".join(lines[-5:]) or "it wrote no log"
 
 
 class LocalCluster:
@@ -185,7 +185,7 @@ class LocalCluster:
         **daemon_options: object,
     ) -> None:
         if servers < 1:
-            raise InvalidArgumentError(f"LocalCluster: servers={servers}; it needs at least one")
+            raise InvalidArgumentError(f"LocalCluster: servers must be at least 1, not {servers}")
         parse_address(listen)
         parse_address(metrics)
         self._metrics = metrics
@@ -201,7 +201,7 @@ class LocalCluster:
         self.coordinator: Daemon
         self.memory_directory: Path
         self.state_directory: Path
-        self._kept: IO[bytes] | None = None  # the data directory's lock
+        self._kept: IO[bytes] | None = None  # the lock of the data directory
         self.servers: list[Daemon] = []
 
     @property
@@ -211,7 +211,7 @@ class LocalCluster:
 
     def start(self) -> LocalCluster:
         """Start the daemons, and block until all of them serve. A `with` block does it for you."""
-        # Those of clusters whose processes were killed and could not do it themselves.
+        # Remove directories of clusters whose processes were killed before they could do it.
         for root in (_MEMORY_ROOT, Path(tempfile.gettempdir())):
             sweep(root, f"{_PREFIX}-*-*")
         private = self._data_dir or Path(tempfile.mkdtemp(prefix=f"{_PREFIX}-{os.getpid()}-"))
@@ -230,7 +230,7 @@ class LocalCluster:
         self.memory_directory = Path(memory)
         try:
             deadline = time.monotonic() + _START_S
-            # The daemons hold the directories, too: one that outlives this process, stopped say, still uses them.
+            # The daemons hold the directories too: a daemon that outlives this process, e.g. a stopped one, uses them.
             held = [directory.fd for directory in self._directories if directory.fd is not None]
             options = {"listen": self._listen, "state": str(self.state_directory), "metrics": self._metrics}
             if self._session_lease is not None:
@@ -263,8 +263,8 @@ class LocalCluster:
         return self
 
     def _keep(self, directory: Path) -> None:
-        """Make the data directory ours while we run. Raises InvalidArgumentError if another cluster has it,
-        UnavailableError if others than this user can write in it, or have put something there.
+        """Lock the data directory for this cluster. Raises InvalidArgumentError if another cluster has it, and
+        UnavailableError if other users can write in it or have put files there.
         """
         take_directory(directory, "data_dir")
         self._kept = os.fdopen(open_own(directory / "lock", os.O_WRONLY | os.O_CREAT), "wb")
@@ -272,17 +272,19 @@ class LocalCluster:
             fcntl.flock(self._kept, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             self._kept.close()
-            raise InvalidArgumentError(f"LocalCluster: another one runs with data_dir={str(directory)!r}") from None
+            raise InvalidArgumentError(
+                f"LocalCluster: another cluster uses data_dir={str(directory)!r}; stop it, or give another directory"
+            ) from None
 
     def _memory_of(self, private: Path) -> Path:
-        """Return where the servers' memory lies: by the data directory, where there is one."""
+        """Return the directory of the servers' memory, which depends on the data directory if there is one."""
         if self._data_dir is None:
             return _MEMORY_ROOT / f"{_PREFIX}-{os.getpid()}-{secrets.token_hex(4)}"
         found = private.stat()
         return _MEMORY_ROOT / f"{_KEPT}-{found.st_dev:x}-{found.st_ino:x}"
 
     def _access(self, name: str) -> dict[str, str]:
-        """Options of the daemon of that name: an empty one is a flag."""
+        """Return the access options of the daemon of that name; an empty value is a flag."""
         options = {"credentials": str(self._credentials / name)} if self._credentials is not None else {}
         return options | ({"insecure": ""} if self._insecure else {})
 

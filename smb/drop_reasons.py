@@ -1,4 +1,4 @@
-"""Why memory may be given up: the reasons that a coordinator states and a memory server checks. Pure."""
+"""The reasons for which memory may be dropped: a coordinator states one, and a memory server checks it. Pure."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from enum import IntEnum
 
 
 class Ground(IntEnum):
-    """A reason to destroy a segment. control.proto has the numbers, and what each says."""
+    """A reason to destroy a segment. control.proto has the numbers and their meanings."""
 
     UNKNOWN = 0
     DELETED = 1
@@ -16,4 +16,4 @@ class Ground(IntEnum):
 
     @classmethod
     def _missing_(cls, _: object) -> Ground:
-        return cls.UNKNOWN  # of a later version
+        return cls.UNKNOWN  # a reason of a later version

@@ -1,4 +1,4 @@
-"""Which run of which kernel this is: process ids, namespaces and file locks mean something within one alone."""
+"""The current boot of this machine: process ids, namespaces and file locks are meaningful only within one boot."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def boot_id() -> str:
-    """Return the kernel's random id of this boot, the same in all containers of a machine; empty if it tells none."""
+    """Return the kernel's random id of this boot, the same in all containers of a machine; empty if unknown."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

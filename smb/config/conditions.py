@@ -1,8 +1,9 @@
-"""Conditions and events that the main thread shares with threads of ours.
+"""Conditions and events that the main thread shares with our other threads.
 
-A signal's handler runs on the main thread, between two steps of Python's code, and may raise (Ctrl-C). `with` enters
-threading.Condition by a method in Python: raised inside it, the exception leaves the lock taken, and all other threads
-stand there without end. threading.Event has one inside. These are entered by one call of C, as a plain Lock is.
+A signal's handler runs on the main thread, between two steps of Python's code, and may raise (Ctrl-C). `with` enters a
+threading.Condition by a method in Python: if the exception is raised inside that method, the lock stays taken, and all
+other threads wait forever. threading.Event contains such a condition. The classes here are entered by one call of C,
+as a plain Lock is.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ _RLock: Any = type(threading.RLock())
 
 
 class _Condition(_RLock):  # type: ignore[misc]
-    """threading.Condition, which is its own lock."""
+    """A threading.Condition that is its own lock."""
 
     def __init__(self) -> None:
         super().__init__()

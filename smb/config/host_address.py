@@ -1,4 +1,4 @@
-"""Addresses of hosts: those of a name, and the one by which other hosts reach this one."""
+"""Addresses of hosts: the addresses of a name, and the address by which other hosts reach this one."""
 
 from __future__ import annotations
 
@@ -16,19 +16,20 @@ _SIOCGIFADDR = 0x8915  # linux/sockios.h
 def addresses_of(
     host: str, port: int, kind: socket.SocketKind = socket.SOCK_STREAM
 ) -> list[tuple[socket.AddressFamily, tuple[Any, ...]]]:
-    """Return (family, socket address) of all addresses of a host, each once, in the order in which to try them.
+    """Return (family, socket address) for each address of a host, without repetitions, in the order in which to try
+    them.
 
-    A name may have several (IPv6 and IPv4, or a host's networks), of which some do not answer. Blocks while the name is
-    looked up. Raises OSError.
+    A name may have several addresses (IPv6 and IPv4, or several networks of a host), and some may not answer. Blocks
+    while the name is looked up. Raises OSError.
     """
     found = socket.getaddrinfo(host, port, type=kind)
     return list(dict.fromkeys((family, where) for family, _, _, _, where in found))
 
 
 def bindable(host: str, port: int) -> tuple[socket.AddressFamily, str]:
-    """Return (family, numeric address) of the first of a host's addresses on which we can listen now. Port 0 is any.
+    """Return (family, numeric address) of the first of a host's addresses on which we can listen now. Port 0 picks any.
 
-    Raises OSError, with the first one's reason.
+    Raises OSError, with the reason of the first address.
     """
     refusals: list[OSError] = []
     for family, where in addresses_of(host, port):
@@ -44,13 +45,13 @@ def bindable(host: str, port: int) -> tuple[socket.AddressFamily, str]:
 
 
 def reachable(host: str) -> str:
-    """Return the host; for 0.0.0.0 or :: the address by which other hosts reach this one, loopback if it has no other.
+    """Return the host; for 0.0.0.0 or :: the address by which other hosts reach this one, or loopback without one.
 
-    The address is that of the default route, else of the first interface that has one. Sends nothing.
+    The address is that of the default route, or else of the first interface that has one. Sends nothing.
     """
     try:
         asked = ipaddress.ip_address(host)
-    except ValueError:  # a name
+    except ValueError:  # a host name
         return host
     if not asked.is_unspecified:
         return host
@@ -66,9 +67,9 @@ def reachable(host: str) -> str:
 
 
 def _interface_addresses(any_socket: socket.socket) -> Iterator[str]:
-    """The IPv4 addresses of this host's interfaces, loopback left out."""
+    """Yield the IPv4 addresses of this host's interfaces, without loopback."""
     for _, name in socket.if_nameindex():
-        with contextlib.suppress(OSError):  # one without an address
+        with contextlib.suppress(OSError):  # the interface has no address
             found = fcntl.ioctl(any_socket, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
             address = ipaddress.IPv4Address(found[20:24])
             if not address.is_loopback:

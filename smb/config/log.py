@@ -1,4 +1,4 @@
-"""The library's log: warnings, and what a training's join did, go to standard error."""
+"""The library's log: warnings, and lines about joins to trainings, go to standard error."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import sys
 from smb.config.settings import text_of
 
 LOGGER = "smb"
-TRAINING = "smb.train"  # one line for each join and delete; people want to see those
+TRAINING = "smb.train"  # logs one line for each join and delete, which people want to see
 
 
 class _Stderr(logging.Handler):
-    """Writes to standard error, as it is then; silent where the program has handlers of its own."""
+    """Writes to the current standard error; silent if the program has handlers of its own."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if not logging.root.handlers:
@@ -20,9 +20,9 @@ class _Stderr(logging.Handler):
 
 
 def start(training: int = logging.INFO) -> None:
-    """Let the library be heard, unless the program has set up logging. SMB_LOG sets the level in both cases.
+    """Make the library's log visible, unless the program has set up logging. SMB_LOG sets the level in both cases.
 
-    `training` is the level of what trainings tell where SMB_LOG says nothing.
+    `training` is the level of the trainings' log if SMB_LOG is not set.
     """
     smb, level = logging.getLogger(LOGGER), text_of("client.log")
     if not any(isinstance(handler, _Stderr) for handler in smb.handlers):

@@ -1,4 +1,4 @@
-"""Sizes and addresses as people write them."""
+"""Parses and formats sizes and addresses."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from smb.config.limits import BYTES_MAX
 from smb.errors import InvalidArgumentError
 
 TRAIN_HOST_VARIABLE = "SMB_TRAIN_HOST"
-# Set by LocalCluster for its daemons: they end with that process, however it ends.
+# Set by LocalCluster for its daemons, which end with that process however it ends.
 OWNER_VARIABLE = "SMB_OWNER_PID"
 
 _UNITS = {
@@ -19,25 +19,27 @@ _UNITS = {
     "T": 1 << 40, "TIB": 1 << 40, "TB": 10**12,
 }  # fmt: skip
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
-WEIGHT_MIN, WEIGHT_MAX = 1e-6, 1e12  # bits per second will do too; sums and ratios stay far from a float's ends
+WEIGHT_MIN, WEIGHT_MAX = 1e-6, 1e12  # bits per second fit too; sums and ratios stay far from the limits of a float
 
 
 def parse_bytes(size: int | str) -> int:
     """Return a number of bytes from 1048576, "1MiB", "1.5 GiB", "10MB" (1e6), "4K" (4096).
 
-    Raises InvalidArgumentError for what is no size, negative, or beyond 2**56.
+    Raises InvalidArgumentError for an invalid size, and for one that is negative or beyond 2**56.
     """
     if isinstance(size, bool) or not isinstance(size, (int, str)):
-        raise InvalidArgumentError(f"{size!r} is no size: pass bytes as an int, or text such as '256KiB'")
+        raise InvalidArgumentError(f"a size must be a number of bytes, or text such as '256KiB', not {size!r}")
     if isinstance(size, str):
         match = _SIZE.fullmatch(size)
         unit = _UNITS.get(match[2].upper()) if match else None
         if match is None or unit is None:
-            raise InvalidArgumentError(f"{size!r} is no size: write a number and a unit, such as '256KiB' or '1.5GiB'")
+            raise InvalidArgumentError(
+                f"a size must be a number and a unit, such as '256KiB' or '1.5GiB', not {size!r}"
+            )
         number = match[1]
         size = int(float(number) * unit) if "." in number else int(number) * unit
     if not 0 <= size <= BYTES_MAX:
-        raise InvalidArgumentError(f"a size of {size} bytes is out of range (0 to 2**56)")
+        raise InvalidArgumentError(f"a size must be from 0 to 2**56 bytes, not {size}")
     return size
 
 
@@ -52,7 +54,7 @@ def format_bytes(count: int) -> str:
 
 
 def check_weight(what: str, weight: float) -> None:
-    """Raise InvalidArgumentError for what is no weight: how much of the traffic a server takes, beside others."""
+    """Raise InvalidArgumentError for an invalid weight: a server's share of the traffic, relative to others."""
     if not WEIGHT_MIN <= weight <= WEIGHT_MAX:  # NaN is neither
         raise InvalidArgumentError(f"{what} {weight:g}: use a number from {WEIGHT_MIN:g} to {WEIGHT_MAX:g}")
 
@@ -64,14 +66,16 @@ def parse_address(address: str) -> tuple[str, int]:
     if bracketed:
         host = host[1:-1]
     if not colon or not host or (":" in host and not bracketed) or not port.isascii() or not port.isdigit():
-        raise InvalidArgumentError(f"{address!r} is no address: write HOST:PORT, such as 127.0.0.1:7070 or [::1]:7070")
+        raise InvalidArgumentError(
+            f"an address must be HOST:PORT, such as 127.0.0.1:7070 or [::1]:7070, not {address!r}"
+        )
     if int(port) > 65535:
-        raise InvalidArgumentError(f"port {port} of {address!r} is out of range (0 to 65535)")
+        raise InvalidArgumentError(f"the port of {address!r} must be from 0 to 65535, not {port}")
     return host, int(port)
 
 
 def parse_addresses(addresses: str) -> tuple[str, ...]:
-    """Return the parts of "host:port,host:port", each once. Raises InvalidArgumentError."""
+    """Return the parts of "host:port,host:port", without repetitions. Raises InvalidArgumentError."""
     found = tuple(dict.fromkeys(part.strip() for part in addresses.split(",")))
     for address in found:
         parse_address(address)

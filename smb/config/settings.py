@@ -1,11 +1,11 @@
-"""Every setting, once: the table from which flags, SMB_* variables and the keys of the configuration file come.
+"""All settings in one table, from which flags, SMB_* variables and the keys of the configuration file are made.
 
 A setting `capacity` of section `memserver` is `--capacity`, `SMB_MEMSERVER_CAPACITY`, and `capacity` below
-`[memserver]` in the file. Sections `cluster` and `client` have no part in the variable's name. A flag counts before a
-variable, a variable before the file, the file before the default. To add one, add a line to the table.
+`[memserver]` in the file. The sections `cluster` and `client` do not appear in the variable's name. A flag overrides a
+variable, a variable overrides the file, and the file overrides the default. To add a setting, add a line to the table.
 
-The file is TOML, named by --config or SMB_CONFIG. Every reader reads and checks the whole file, so that the first
-daemon finds a mistake in another's section.
+The file is TOML, named by --config or SMB_CONFIG. Each reader reads and checks the whole file, so that the first daemon
+finds mistakes in other sections too.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from smb.config.untrusted import parse_toml, quoted, read_text, shortened
 from smb.errors import InvalidArgumentError
 
 CONFIG_VARIABLE = "SMB_CONFIG"
-DEFAULT_COORDINATOR = "127.0.0.1:7070"  # of clients and commands, and where `smb up` and `smb coordinator` listen
-# Variables that are no settings: the file's own name, the owner of a daemon of LocalCluster, what the engine reads when
-# the library loads, and what tests set.
+DEFAULT_COORDINATOR = "127.0.0.1:7070"  # for clients and commands; `smb up` and `smb coordinator` listen there
+# Variables that are not settings: the file's own name, the owner of a LocalCluster's daemon, a variable that the engine
+# reads when the library loads, and variables that tests set.
 OTHER_VARIABLES = frozenset({CONFIG_VARIABLE, "SMB_OWNER_PID", "SMB_ISA", "SMB_FAILPOINT", "SMB_FAILPOINTS_ALLOWED"})
 SECTIONS = {
     "cluster": "what all parts of a cluster need",
@@ -38,16 +38,16 @@ SECTIONS = {
 }
 _PREFIXED = ("coordinator", "memserver", "verbs")
 _FLAGLESS = ("client", "verbs")
-_JOB = "SMB_JOB_"  # what a batch job's script reads: deploy/slurm
+_JOB = "SMB_JOB_"  # prefix of the variables of a batch job's script: deploy/slurm
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One setting. `kind` is what the file may hold: str, int, float or bool; a size is a str or an int.
+    """One setting. `kind` is the type in the file: str, int, float or bool; a size may be a str or an int.
 
-    `check` takes the value as text and raises InvalidArgumentError; conditions beyond the text (whether a directory is
-    there) are checked where the value is used.
+    `check` takes the value as text and raises InvalidArgumentError. Conditions beyond the text, such as whether a
+    directory exists, are checked where the value is used.
     """
 
     section: str
@@ -60,7 +60,7 @@ class Setting:
 
     @property
     def name(self) -> str:
-        """Section and key, as in "memserver.capacity"."""
+        """Section and key, for example "memserver.capacity"."""
         return f"{self.section}.{self.key}"
 
     @property
@@ -70,15 +70,15 @@ class Setting:
 
     @property
     def flag(self) -> str:
-        """The option of the daemon or the commands that take it; empty if none does: programs pass it to
-        smb.connect, it is of RDMA, or it is one file of the three that --credentials names.
+        """The option of the daemon or the commands that take the setting; empty if there is none: because programs pass
+        it to smb.connect, because it is for RDMA, or because it is one of the three files that --credentials names.
         """
         return "" if self.section in _FLAGLESS or self.key.startswith("tls_") else "--" + self.key.replace("_", "-")
 
 
 @dataclass(frozen=True, slots=True)
 class FoundSetting:
-    """A setting's value as text, and where it stands: a variable's name, or FILE:LINE."""
+    """A setting's value as text, and where it was found: a variable's name, or FILE:LINE."""
 
     text: str
     where: str
@@ -89,7 +89,7 @@ def _one_of(choices: Iterable[str]) -> Callable[[str], object]:
 
     def check(text: str) -> None:
         if text.lower() not in choices:
-            raise InvalidArgumentError(f'"{text}" is none of {", ".join(choices)}')
+            raise InvalidArgumentError(f'must be one of {", ".join(choices)}, not "{text}"')
 
     return check
 
@@ -98,19 +98,19 @@ def _number(text: str) -> float:
     try:
         return float(text)
     except ValueError:
-        raise InvalidArgumentError(f'"{text}" is no number') from None
+        raise InvalidArgumentError(f'must be a number, not "{text}"') from None
 
 
 def _whole(text: str) -> int:
     try:
         return int(text)
     except ValueError:
-        raise InvalidArgumentError(f'"{text}" is no whole number') from None
+        raise InvalidArgumentError(f'must be a whole number, not "{text}"') from None
 
 
 def _switch(text: str) -> bool:
     if text.lower() not in ("", "0", "1", "false", "true"):
-        raise InvalidArgumentError(f'"{text}" is neither 1 nor 0')
+        raise InvalidArgumentError(f'must be 1 or 0, not "{text}"')
     return text.lower() in ("1", "true")
 
 
@@ -120,7 +120,7 @@ def _weight(text: str) -> None:
 
 def _stripe(text: str) -> None:
     if parse_bytes(text) % STRIPE_BYTES_MULTIPLE:
-        raise InvalidArgumentError(f'"{text}" is no multiple of {STRIPE_BYTES_MULTIPLE} bytes')
+        raise InvalidArgumentError(f'must be a multiple of {STRIPE_BYTES_MULTIPLE} bytes, not "{text}"')
 
 
 def _quotas(text: str) -> None:
@@ -137,7 +137,8 @@ def _transport(text: str) -> None:
 
 
 def private_memory(around: str = "/dev/shm") -> str:  # noqa: S108 - the system's place for shared memory
-    """Return the directory of this process's user in one that others use, too; smb/daemon/private_directory.py."""
+    """Return the path of this user's own directory in a directory for all users; see
+    smb/daemon/private_directory.py."""
     return f"{around}/smb-{os.geteuid()}"
 
 
@@ -308,15 +309,15 @@ _TABLE = (
 )  # fmt: skip
 SETTINGS: dict[str, Setting] = {setting.name: setting for setting in _TABLE}
 
-# The values that `use_file` put into the environment, by variable.
+# The values that `use_file` has put into the environment, by variable.
 _put: dict[str, FoundSetting] = {}
 
 
 def find(name: str) -> FoundSetting | None:
-    """Return what is in force for a setting such as "client.transport", or None: its default.
+    """Return the current value of a setting such as "client.transport", or None for its default.
 
-    Its variable, or else the file that SMB_CONFIG names. An empty variable counts as none. Raises
-    InvalidArgumentError for a bad value, and for anything bad in the file; the message says where it stands.
+    The value is that of its variable, or else of the file that SMB_CONFIG names. An empty variable counts as not set.
+    Raises InvalidArgumentError for an invalid value, and for any mistake in the file; the message says where it is.
     """
     setting = SETTINGS[name]
     text = os.environ.get(setting.variable)
@@ -332,31 +333,31 @@ def find(name: str) -> FoundSetting | None:
 
 
 def text_of(name: str) -> str | None:
-    """Return the text that is in force, or None. Raises as `find` does."""
+    """Return the current text of a setting, or None for its default. Raises as `find` does."""
     found = find(name)
     return found.text if found else None
 
 
 def switch_of(name: str) -> bool | None:
-    """Return whether a switch is on, None if nothing says. Raises as `find` does."""
+    """Return whether a switch is on; None if it is not set. Raises as `find` does."""
     found = find(name)
     return _switch(found.text) if found else None
 
 
 def variables_of(section: str) -> dict[str, str]:
-    """Return what is in force for a section, by variable. Raises as `find` does."""
+    """Return the current values of a section, by variable. Raises as `find` does."""
     found = {setting.variable: find(setting.name) for setting in _TABLE if setting.section == section}
     return {variable: value.text for variable, value in found.items() if value}
 
 
 def file_variables() -> set[str]:
-    """Return the variables by which a file is in force here: SMB_CONFIG, and those that `use_file` set."""
+    """Return the variables that the configuration file has set here: SMB_CONFIG, and those that `use_file` set."""
     return {CONFIG_VARIABLE, *_put}
 
 
 def use_file(path: Path) -> None:
-    """Let the file's settings count as variables, for this process and its children, where these have none of their
-    own; and name it in SMB_CONFIG. A file used before no longer counts. Raises InvalidArgumentError, naming the line.
+    """Set the variables of the file's settings for this process and its children, unless they are set already, and set
+    SMB_CONFIG to the file. The values of a file used before are removed. Raises InvalidArgumentError, naming the line.
     """
     settings = read_file(path)
     for variable, found in _put.items():
@@ -372,7 +373,8 @@ def use_file(path: Path) -> None:
 
 
 def read_file(path: Path) -> dict[str, FoundSetting]:
-    """Return the settings in a file, by name. Raises InvalidArgumentError: FILE:LINE, what is wrong, what would do."""
+    """Return the settings in a file, by name. Raises InvalidArgumentError: FILE:LINE, what is wrong, what is
+    allowed."""
     try:
         text = read_text(path, SETTINGS_BYTES_MAX)
         tables = parse_toml(text)
@@ -381,7 +383,7 @@ def read_file(path: Path) -> dict[str, FoundSetting]:
     except OSError as error:
         raise InvalidArgumentError(f"cannot read the configuration {path}: {error.strerror}") from None
     except UnicodeDecodeError:
-        raise InvalidArgumentError(f"{path}: not UTF-8, as TOML must be") from None
+        raise InvalidArgumentError(f"{path}: the file must be UTF-8, as TOML requires") from None
     except ValueError as error:
         if not str(error).endswith(")"):
             raise InvalidArgumentError(f"{path}: {error}") from None
@@ -394,7 +396,7 @@ def read_file(path: Path) -> dict[str, FoundSetting]:
     for section, table in tables.items():
         where = f"{path}:{lines.of(section)}"
         if section not in SECTIONS:
-            raise InvalidArgumentError(f'{where}: no section "{shortened(section)}"; {_known(section, SECTIONS)}')
+            raise InvalidArgumentError(f'{where}: "{shortened(section)}" is not a section; {_known(section, SECTIONS)}')
         if not isinstance(table, dict):
             raise InvalidArgumentError(f"{where}: {section} is a section: write [{section}], and settings below it")
         for key, value in table.items():
@@ -403,28 +405,28 @@ def read_file(path: Path) -> dict[str, FoundSetting]:
             if setting is None:
                 keys = [setting.key for setting in _TABLE if setting.section == section]
                 raise InvalidArgumentError(
-                    f'{where}: [{section}] has no setting "{shortened(key)}"; {_known(key, keys)}'
+                    f'{where}: "{shortened(key)}" is not a setting of [{section}]; {_known(key, keys)}'
                 )
             settings[setting.name] = FoundSetting(_text(setting, value, where), where)
     return settings
 
 
 def strangers() -> list[str]:
-    """Return the SMB_* variables of the environment that mean nothing here: likely misspelt."""
+    """Return the SMB_* variables of the environment that are unknown: they are probably misspelt."""
     known = {setting.variable for setting in _TABLE} | OTHER_VARIABLES
     ours = (variable for variable in os.environ if variable.startswith("SMB_") and not variable.startswith(_JOB))
     return sorted(variable for variable in ours if variable not in known)
 
 
 def nearest(variable: str) -> str | None:
-    """Return the variable that may have been meant."""
+    """Return the known variable that was probably meant; None if none is similar."""
     import difflib
 
     return next(iter(difflib.get_close_matches(variable, [setting.variable for setting in _TABLE], 1)), None)
 
 
 def _text(setting: Setting, value: Any, where: str) -> str:
-    """The value as a variable would have it."""
+    """Return the value as the text of a variable."""
     shown = f"{where}: {setting.key} = {quoted(value)}"
     fits = {
         bool: isinstance(value, bool),
@@ -434,7 +436,7 @@ def _text(setting: Setting, value: Any, where: str) -> str:
     }
     if not fits[setting.kind]:
         kinds = {bool: "true or false", int: "a whole number", float: "a number", str: "text in quotes"}
-        raise InvalidArgumentError(f"{shown}: it takes {kinds[setting.kind]}")
+        raise InvalidArgumentError(f"{shown}: it must be {kinds[setting.kind]}")
     text = str(int(value)) if isinstance(value, bool) else str(value)
     _check(setting, text, shown)
     return text
@@ -461,7 +463,7 @@ def _known(name: str, names: Iterable[str]) -> str:
 
 
 class _Lines:
-    """In which line of a TOML text a section and a key stand; tomllib does not tell."""
+    """Finds the line of a section or key in a TOML text, because tomllib does not report lines."""
 
     _HEADER = re.compile(r"\s*\[+\s*[\"']?([\w-]+)[\"']?")
     _KEY = re.compile(r"\s*[\"']?([\w-]+)[\"']?\s*(?:\.\s*[\"']?([\w-]+)[\"']?\s*)?=")

@@ -1,4 +1,4 @@
-"""The transports that one may ask for."""
+"""The transports that a user may choose."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ CHOICES = ("auto", "shm", "verbs", "tcp")
 
 
 def check_choice(transport: str) -> str:
-    """Return a transport option that exists. Raises InvalidArgumentError."""
+    """Return the transport option if it exists. Raises InvalidArgumentError."""
     if transport not in CHOICES:
-        raise InvalidArgumentError(f"there is no transport {transport!r}; there are {', '.join(CHOICES)}")
+        raise InvalidArgumentError(f"transport must be one of {', '.join(CHOICES)}, not {transport!r}")
     return transport

@@ -1,7 +1,8 @@
-"""What somebody else may have written: files are opened without waiting, and read up to a bound; JSON is counted before
-it is parsed; an error quotes the beginning of a value. The bounds are in limits.py.
+"""Reads data that others may have written: files are opened without waiting and read up to a bound, JSON is counted
+before it is parsed, and errors quote only the beginning of a value. The bounds are in limits.py.
 
-A bound counts brackets and commas because each of them may become an object of 60 to 250 bytes, where the text has two.
+A bound counts brackets and commas because each of them takes two bytes of text but may become an object of 60 to 250
+bytes.
 """
 
 from __future__ import annotations
@@ -33,20 +34,20 @@ _KINDS: tuple[tuple[Callable[[int], bool], str], ...] = (
     (stat.S_ISCHR, "a device"),
     (stat.S_ISBLK, "a device"),
 )
-_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH  # with access control lists the group's bits are what these may grant
-_LINKS_MAX = 40  # that the kernel follows
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH  # with access control lists, the group's bits are their upper limit
+_LINKS_MAX = 40  # the kernel's limit of links on a path
 _log = logging.getLogger("smb")
 _KEY_PART = re.compile(r"""[ \t]*(?:[A-Za-z0-9_-]*|"[^"\n]*"|'[^'\n]*')[ \t]*""")
 
 
 def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY, mode: int = 0o666) -> int:
-    """Return the descriptor of a regular file; never waits, as opening a pipe would.
+    """Return the descriptor of a regular file. Never waits, as opening a pipe would.
 
     Raises OSError as os.open does, IsADirectoryError, and InvalidArgumentError for a pipe, a socket or a device.
     """
     if not flags & os.O_NOFOLLOW:
         try:
-            _check_kind(path, Path(path).stat().st_mode)  # before it is opened: that alone may start a device
+            _check_kind(path, Path(path).stat().st_mode)  # before the open, which alone may start a device
         except FileNotFoundError:
             if not flags & os.O_CREAT:
                 raise
@@ -69,15 +70,15 @@ def _check_kind(path: str | os.PathLike[str], mode: int) -> None:
 
 
 def followed(path: Path) -> tuple[Path, Path | None]:
-    """Return a path without links, and the first link on the way that another user made, who chooses where it leads.
-    Raises OSError if there is nothing.
+    """Return a path without links, and the first link on the way that another user made and so controls; None without
+    one. Raises OSError if the path does not exist.
     """
     whole, links = Path("/"), 0
     foreign: Path | None = None
     rest = list(reversed(path.absolute().parts))
     while rest:
         at = whole / rest.pop()
-        if at.name == "..":  # what is before it has no links
+        if at.name == "..":  # the path before it has no links
             whole = whole.parent
             continue
         found = at.lstat()
@@ -94,10 +95,10 @@ def followed(path: Path) -> tuple[Path, Path | None]:
 
 
 def open_kept(path: Path, secret: str = "") -> int:
-    """As open_regular, of a file that nobody but this user and root can change or replace: the file, its directory and
-    links that lead there are theirs. With `secret`, its name in an error ("the key "), not everybody may read it.
+    """Open a file that only this user and root can change or replace: the file, its directory and the links on the way
+    must belong to them. With `secret`, its name in an error ("the key "), the file must not be readable for everybody.
 
-    Raises OSError and InvalidArgumentError as open_regular, and InvalidArgumentError with what is wrong.
+    Raises OSError and InvalidArgumentError as open_regular does, and InvalidArgumentError with the fault.
     """
     descriptor = open_regular(path)
     try:
@@ -112,7 +113,7 @@ def open_kept(path: Path, secret: str = "") -> int:
         step = path.absolute()
         for _ in range(_LINKS_MAX):
             _check_owner(step, step.lstat())
-            # else another one can put a file of ours there
+            # with several hard links, another user could put a file of ours there
             check_directory(step.parent, sticky=found.st_nlink == 1, volume=True)
             if not step.is_symlink():
                 break
@@ -129,21 +130,22 @@ def open_kept(path: Path, secret: str = "") -> int:
 
 
 def others_write(found: os.stat_result) -> bool:
-    """Whether others than the owner may write to a file, or make files in a directory."""
+    """Whether users other than the owner may write to a file, or make files in a directory."""
     return bool(found.st_mode & _OTHERS_WRITE)
 
 
 def is_open_volume(path: Path, found: os.stat_result) -> bool:
-    """Whether a directory is one that root has mounted for containers, which everybody may write. /tmp is none: in a
-    sticky directory others can keep links to files of ours.
+    """Whether a directory is a volume that root has mounted for containers and everybody may write. /tmp is not one:
+    in a sticky directory others can keep links to our files.
     """
     return found.st_uid == 0 and not found.st_mode & stat.S_ISVTX and path.resolve().is_mount()
 
 
 def check_directory(path: Path, *, sticky: bool = False, volume: bool = False) -> None:
-    """Raise InvalidArgumentError if others than this user and root can rename or remove what these have in a directory;
-    without `sticky` also if they can make files there, as in /tmp. A link to it is theirs, too. With `volume` one that
-    root has mounted there is only told of in the log: containers get volumes that everybody may write.
+    """Raise InvalidArgumentError if users other than this one and root can rename or remove these users' files in a
+    directory, and, without `sticky`, also if they can make files there, as in /tmp. A link to the directory must be
+    theirs, too. With `volume`, a directory that root has mounted is only reported in the log, because containers get
+    volumes that everybody may write.
     """
     _check_owner(path, path.lstat())
     found = path.stat()
@@ -151,7 +153,7 @@ def check_directory(path: Path, *, sticky: bool = False, volume: bool = False) -
     if others_write(found) and not (sticky and found.st_mode & stat.S_ISVTX):
         mode = stat.filemode(found.st_mode)
         if volume and is_open_volume(path, found):
-            _log.warning("%s can be written to by others (%s), who can replace what is in it", path, mode)
+            _log.warning("%s can be written to by others (%s), who can replace the files in it", path, mode)
             return
         raise InvalidArgumentError(
             f"others than its owner may put files into {path} ({stat.filemode(found.st_mode)}); chmod go-w {path}"
@@ -161,7 +163,7 @@ def check_directory(path: Path, *, sticky: bool = False, volume: bool = False) -
 def _check_owner(path: Path, found: os.stat_result) -> None:
     if found.st_uid not in (0, os.geteuid()):
         raise InvalidArgumentError(
-            f"{path} belongs to user {found.st_uid}; it has to be of this user, {os.geteuid()}, or of root: run this "
+            f"{path} belongs to user {found.st_uid}; it must belong to this user, {os.geteuid()}, or to root: run this "
             f"as that user, or give this one a copy"
         )
 
@@ -173,12 +175,12 @@ def read_file(path: Path, bytes_max: int = TEXT_FILE_BYTES_MAX) -> bytes:
 
 
 def read_opened(file: Any, path: Path, bytes_max: int = TEXT_FILE_BYTES_MAX) -> bytes:
-    """As read_file, of a raw file that is open already."""
+    """As read_file, for a raw file that is open already."""
     size = os.fstat(file.fileno()).st_size
     found = b""
     if size <= bytes_max:
         blocks = []
-        left = bytes_max + 1  # a file of /proc says that it has 0 bytes, and any file may grow
+        left = bytes_max + 1  # a file of /proc reports 0 bytes, and any file may grow
         while left and (block := file.read(min(left, 1 << 20))):
             blocks.append(block)
             left -= len(block)
@@ -186,21 +188,21 @@ def read_opened(file: Any, path: Path, bytes_max: int = TEXT_FILE_BYTES_MAX) -> 
         size = max(size, len(found))
     if size > bytes_max:
         raise InvalidArgumentError(
-            f"{path} has {format_bytes(size)} or more, and at most {format_bytes(bytes_max)} of such a file are read"
+            f"{path} has {format_bytes(size)} or more, but may have at most {format_bytes(bytes_max)}"
         )
     return found
 
 
 def read_text(path: Path, bytes_max: int = TEXT_FILE_BYTES_MAX, encoding: str = "utf-8") -> str:
-    """As read_file, decoded. Raises UnicodeDecodeError, too."""
+    """As read_file, decoded. Also raises UnicodeDecodeError."""
     return read_file(path, bytes_max).decode(encoding)
 
 
 def parse_json(text: str | bytes, parts_max: int) -> Any:
-    """Return the value of JSON in UTF-8 of at most so many brackets and commas.
+    """Return the value of JSON in UTF-8 with at most `parts_max` brackets and commas.
 
-    Raises ValueError, with a sentence, for anything else: also for NaN, for a name twice in one object, and for what
-    nests so deep that the interpreter's stack has no room.
+    Raises ValueError, with a sentence, for anything else, including NaN, a name that occurs twice in one object, and
+    nesting too deep for the interpreter's stack.
     """
     if isinstance(text, bytes):
         try:
@@ -208,17 +210,17 @@ def parse_json(text: str | bytes, parts_max: int) -> Any:
         except UnicodeDecodeError as error:
             raise ValueError(f"it is not UTF-8 (byte {error.start})") from None
     if (parts := count_parts(text)) > parts_max:
-        raise ValueError(f"it has {parts} commas and opening brackets, and at most {parts_max} are parsed")
+        raise ValueError(f"it has {parts} commas and opening brackets, but may have at most {parts_max}")
     try:
         return json.loads(text, parse_int=_integer, parse_constant=_constant, object_pairs_hook=_object)
     except RecursionError:
-        raise ValueError("it nests too deep") from None
+        raise ValueError("it is nested too deep") from None
     except json.JSONDecodeError as error:
         raise ValueError(f"it is not JSON: {error}") from None
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """Return the tables of a TOML. Raises ValueError; that of the parser ends with the place, in brackets."""
+    """Return the tables of a TOML text. Raises ValueError; the parser's message ends with the place, in brackets."""
     if sys.version_info >= (3, 11):
         import tomllib
     else:
@@ -232,18 +234,18 @@ def parse_toml(text: str) -> dict[str, Any]:
     try:
         return tomllib.loads(text)
     except RecursionError:
-        raise ValueError("its values nest too deep") from None
+        raise ValueError("its values are nested too deep") from None
 
 
 def count_parts(text: str | bytes) -> int:
-    """Return how many opening brackets and commas a text has: no more values than that and one come of it."""
+    """Return the number of opening brackets and commas in a text: it has at most one more value than that."""
     marks: tuple[Any, ...] = ("[", "{", ",") if isinstance(text, str) else (b"[", b"{", b",")
     return sum(text.count(mark) for mark in marks)
 
 
 def _integer(text: str) -> int:
-    if len(text) > DIGITS_MAX:  # to convert them takes time that grows with the square of their number
-        raise ValueError(f"it has a number of {len(text)} digits")
+    if len(text) > DIGITS_MAX:  # converting them takes time that grows with the square of their number
+        raise ValueError(f"it has a number of {len(text)} digits, but may have at most {DIGITS_MAX}")
     return int(text)
 
 
@@ -261,20 +263,20 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def quoted(value: object) -> str:
-    """Return a value as an error shows it: of a long one the beginning."""
+    """Return a value as an error shows it: only the beginning if it is long."""
     if isinstance(value, (str, bytes)) and len(value) > QUOTED_CHARACTERS_MAX:
         return f"{value[:QUOTED_CHARACTERS_MAX]!r}..."
     return shortened(repr(value), QUOTED_CHARACTERS_MAX)
 
 
 def shortened(text: object, characters_max: int = ERROR_CHARACTERS_MAX) -> str:
-    """Return a text, or that of an error, as another error shows it: of a long one the beginning."""
+    """Return a text, or an error's text, as another error shows it: only the beginning if it is long."""
     text = str(text)
     return text if len(text) <= characters_max else text[:characters_max] + "..."
 
 
 def is_encodable(*texts: str) -> bool:
-    """Whether the texts can be written as UTF-8: JSON's escapes can make half of a surrogate pair, which can't."""
+    """Whether the texts can be written as UTF-8. Half of a surrogate pair, which JSON can escape, cannot."""
     try:
         for text in texts:
             text.encode()

@@ -1,8 +1,8 @@
-"""Named places where a test may have the process killed. They cost nothing and do nothing unless they are armed.
+"""Named places where a test may have the process killed. Unless armed they do nothing and cost nothing.
 
-SMB_FAILPOINT=NAME kills this process, with SIGKILL, when it first gets to that place; NAME:3 when it gets there for the
-third time. It counts only if SMB_FAILPOINTS_ALLOWED=1 is set as well: a single variable that went astray stops no
-daemon. Both are read once, when this module is imported.
+SMB_FAILPOINT=NAME kills this process with SIGKILL when it first reaches that place; NAME:3 kills it at the third time.
+SMB_FAILPOINTS_ALLOWED=1 must be set too, so that one variable set by mistake cannot stop a daemon. Both are read once,
+when this module is imported.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ ALLOWED_VARIABLE = "SMB_FAILPOINTS_ALLOWED"
 
 
 class Armed:
-    """One armed place: `reach` kills at the count-th time that its name comes by."""
+    """One armed place: `reach` kills the process at the count-th call with its name."""
 
     def __init__(self, name: str, count: int) -> None:
         self._name = name
@@ -35,11 +35,11 @@ class Armed:
 
 
 def _pass(name: str) -> None:
-    """Go on: nothing is armed."""
+    """Do nothing, because no failpoint is armed."""
 
 
 def arm(environment: Mapping[str, str]) -> Callable[[str], None]:
-    """Return what `failpoint` is in this environment. Raises ValueError for a count that is none."""
+    """Return the function that becomes `failpoint` in this environment. Raises ValueError for an invalid count."""
     asked = environment.get(POINT_VARIABLE, "")
     if not asked:
         return _pass
@@ -51,7 +51,7 @@ def arm(environment: Mapping[str, str]) -> Callable[[str], None]:
     name, _, count = asked.partition(":")
     times = int(count or 1)
     if times < 1:
-        raise ValueError(f"{POINT_VARIABLE}={asked}: the count is at least 1")
+        raise ValueError(f"{POINT_VARIABLE}={asked}: the count must be at least 1, not {times}")
     return Armed(name, times).reach
 
 

@@ -1,9 +1,10 @@
-"""Directories that are somebody's for as long as a process holds their lock, and anybody's to remove afterwards.
+"""Directories that belong to a process while it holds their lock, and that any process may remove afterwards.
 
-Invariant: the file LOCK_NAME has that name only once it is locked, and is the last of its directory to go. So a
-directory whose lock is there and free was made by processes that are all dead. Every other one is left alone: without
-a lock it is just being made, or was made by an earlier release. A lock says nothing about another machine that shares
-the file system, so the file names the boot. Process ids are never asked: they count within a PID namespace.
+Invariant: the file LOCK_NAME gets that name only after it is locked, and is removed last. So if a directory's lock
+exists and is free, all processes that held the directory are dead. All other directories are left alone: without a
+lock, a directory is just being made, or was made by an earlier release. A lock says nothing about another machine that
+shares the file system, so the file contains the boot id. Process ids are never used, since they are valid only within
+a PID namespace.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ _log = logging.getLogger("smb")
 
 
 class HeldDirectory:
-    """A directory that was just made, and is ours. `fd` may be passed on: it stays held until each holder has ended."""
+    """A new directory of ours. If `fd` is passed on, the directory stays held until all holders have ended."""
 
     def __init__(self, path: Path) -> None:
-        """Take its lock. On a file system without locks it gets none, and nobody but us will remove it."""
+        """Take the directory's lock. On a file system without locks only this process will remove the directory."""
         self.path = path
         self.fd: int | None = None
         staged = path / f"{LOCK_NAME}.new"
@@ -41,12 +42,12 @@ class HeldDirectory:
                 os.close(fd)
                 raise
         except OSError as error:
-            _log.warning("%s can't be locked (%s): if this process is killed, remove it by hand", path, error.strerror)
+            _log.warning("%s cannot be locked (%s): if this process is killed, remove it by hand", path, error.strerror)
         else:
             self.fd = fd
 
     def remove(self) -> None:
-        """Remove the directory with all that is in it, as far as that can be done, and let its lock go."""
+        """Remove the directory with its contents, as far as possible, and release its lock."""
         _remove(self.path)
         if self.fd is not None:
             os.close(self.fd)
@@ -54,14 +55,14 @@ class HeldDirectory:
 
 
 def sweep(root: Path, pattern: str) -> None:
-    """Remove the directories of `root` with such names whose holders, of this user, are all dead."""
+    """Remove the directories in `root` with such names whose holders, of this user, are all dead."""
     for path in root.glob(pattern):
-        with contextlib.suppress(OSError):  # no lock, held, another user's, or gone meanwhile
+        with contextlib.suppress(OSError):  # without a lock, held, another user's, or gone meanwhile
             _remove_if_left(path)
 
 
 def is_held(path: Path) -> bool:
-    """Whether it is a directory that a process of this machine holds, in whichever PID namespace."""
+    """Whether a process of this machine, in any PID namespace, holds the directory."""
     try:
         fd = _open(path)
     except OSError:
@@ -80,7 +81,7 @@ def _open(path: Path) -> int:
 
 
 def _remove_if_left(path: Path) -> None:
-    # In a directory for everybody's files one of our own cannot be changed for a link to another meanwhile.
+    # In a directory for all users' files, no other user can replace our directory by a link meanwhile.
     found = path.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
         return
@@ -100,7 +101,7 @@ def _lock_of(path: Path) -> os.stat_result:
 
 
 def _remove(path: Path) -> None:
-    """Remove it, its lock last: a removal that is cut short is gone on with by a later sweep."""
+    """Remove the directory, its lock last, so that a later sweep continues an interrupted removal."""
     try:
         for inside in path.iterdir():
             if inside.name == LOCK_NAME:
@@ -114,4 +115,4 @@ def _remove(path: Path) -> None:
             path.rmdir()
     except OSError as error:
         if error.errno != errno.ENOENT:
-            _log.warning("%s can't be removed: %s", path, error)
+            _log.warning("%s cannot be removed: %s; remove it by hand", path, error)

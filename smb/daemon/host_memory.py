@@ -1,9 +1,9 @@
-"""The memory of the host: which file systems are memory, and the limit of this process.
+"""The host's memory: which file systems are in memory, and the memory limit of this process.
 
-The limit is that of its control group and of those around it, in versions 1 and 2.
+The limit is the lowest of those of its control group and of the groups around it, in versions 1 and 2.
 
-Pages of tmpfs count as memory of the control group whose process touched them first. One page beyond the limit, and
-the kernel kills a process of it: the memory server, as a rule, as it is the largest.
+Pages of tmpfs count as memory of the control group whose process touched them first. One page beyond the limit, and the
+kernel kills a process of the group: usually the memory server, because it is the largest.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from pathlib import Path
 from smb.config.parse import format_bytes
 from smb.errors import InvalidArgumentError
 
-# Of the memory limit: for connections, requests and the process itself, which grow beside the segments.
+# The part of the memory limit that is left for connections, requests and the process itself, which grow beside
+# segments.
 HEADROOM_BYTES = 32 << 20
 MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs", "hugetlbfs")
-_NO_LIMIT = 1 << 60  # version 1 has a number for it, that depends on the size of a page
-# Of each hierarchy: the file with the limit, with what is used, and the lines of memory.stat that the kernel takes back
-# before it kills. Files in tmpfs are not among these.
+_NO_LIMIT = 1 << 60  # version 1 writes a number near 2**63 for "no limit"; it depends on the page size
+# For each hierarchy: the file with the limit, the file with the use, and the lines of memory.stat about memory that the
+# kernel reclaims before it kills. Files in tmpfs are not among these.
 _FILES = {
     "cgroup2": ("memory.max", "memory.current", ("active_file", "inactive_file")),
     "cgroup": ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_active_file", "total_inactive_file")),
@@ -36,7 +37,7 @@ class ControlGroup:
     limit_bytes: int
 
     def room_bytes(self) -> int:
-        """Return how much more its processes may take; 0 if it can't be read."""
+        """Return how much more memory the group's processes may take; 0 if unknown."""
         _, current, freed = _FILES[self.hierarchy]
         try:
             used = int((self.directory / current).read_text())
@@ -48,10 +49,10 @@ class ControlGroup:
 
 
 class MemoryLimit:
-    """The control groups with a limit that this process is in, found at its making."""
+    """The control groups with a limit to which this process belongs, found when the object is made."""
 
     def __init__(self, root: Path = Path("/")) -> None:
-        """`root` is where proc and sys are, for tests."""
+        """`root` is the directory of proc and sys; tests give another one."""
         self._control_groups = _control_groups(root)
 
     @property
@@ -64,7 +65,7 @@ class MemoryLimit:
         return min((control_group.room_bytes() for control_group in self._control_groups), default=None)
 
     def check_capacity(self, capacity_bytes: int) -> None:
-        """Raise InvalidArgumentError for a capacity that can never be held."""
+        """Raise InvalidArgumentError for a capacity that the limit can never allow."""
         control_group = min(self._control_groups, key=lambda control_group: control_group.limit_bytes, default=None)
         if control_group is not None and capacity_bytes > control_group.limit_bytes:
             raise InvalidArgumentError(
@@ -75,13 +76,13 @@ class MemoryLimit:
 
 
 def _control_groups(root: Path) -> tuple[ControlGroup, ...]:
-    """Return those with a limit, of the hierarchy that has the memory controller."""
+    """Return the groups with a limit, in the hierarchy that has the memory controller."""
     found: list[ControlGroup] = []
     for hierarchy, mounted_root, mounted_at in _mounts(root):
         path = _own_path(root, hierarchy)
         if path is None:
             continue
-        # A container sees its own control group at the mount point, and may read the host's path of it.
+        # A container sees its own control group at the mount point, but may read the host's path of the group.
         below = Path(path).relative_to(mounted_root) if Path(path).is_relative_to(mounted_root) else Path()
         top = root / mounted_at.lstrip("/")
         at = top / below
@@ -132,7 +133,7 @@ def _text(path: Path) -> str:
 
 
 def file_system_of(directory: Path) -> str:
-    """Return the kind of file system that the directory is on, e.g. tmpfs."""
+    """Return the type of the directory's file system, e.g. tmpfs."""
     best, kind = -1, "an unknown file system"
     where = directory.resolve()
     for line in Path("/proc/self/mounts").read_text().splitlines():

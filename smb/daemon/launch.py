@@ -1,7 +1,7 @@
-"""Command lines for Python processes of our own: all of them begin here.
+"""Command lines for our own Python processes. All such processes are started with them.
 
-`python -m` and `python -c` look into the working directory first, where somebody else's smb/__init__.py may lie. Python
-has an option against that from 3.11 on; to 3.10 it is told in code.
+`python -m` and `python -c` search the working directory first, where another user may have put a file
+smb/__init__.py. Python 3.11 and later have an option against that; for 3.10 the command does it in code.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ _RUN_MODULE = "import runpy; runpy.run_module(sys.argv.pop(1), run_name='__main_
 
 
 def python_m(*words: str) -> list[str]:
-    """Return the command that runs a module, as `python -m`, with its arguments: words[0] is the module."""
+    """Return a command that runs a module as `python -m` does: words[0] is the module, the others its arguments."""
     if _HAS_SAFE_PATH:
         return [sys.executable, "-P", "-m", *words]
     return [*python_c(_RUN_MODULE), *words]
 
 
 def python_c(code: str) -> list[str]:
-    """Return the command that runs a line of code, as `python -c`. Arguments may follow."""
+    """Return a command that runs a line of code as `python -c` does. Arguments may follow."""
     if _HAS_SAFE_PATH:
         return [sys.executable, "-P", "-c", code]
     return [sys.executable, "-c", f"import sys; del sys.path[0]; {code}"]

@@ -1,12 +1,12 @@
-"""Every metric: its name, type, labels and meaning. docs/metrics.md is made from this file (`make metrics-page`), and
+"""All metrics: names, types, labels and meanings. docs/metrics.md is made from this file (`make metrics-page`), and
 exporters take a metric's description from here.
 
-Labels are bounded. `kind` is one of the engine's opcodes, `transport` one of shm, tcp, unix, verbs; `class` an engine
-status, `method` and `code` gRPC's; `server` at most 1024 of a cluster. Of buffers and clients a memory server tells
-apart the first NAMED_MAX that it sees; all later ones are together in "other", until a deleted or departed one makes
-room for a new one. The coordinator tells apart the NAMED_MAX largest buffers.
+Labels are bounded. `kind` is one of the engine's opcodes, `transport` one of shm, tcp, unix, verbs; `class` is an
+engine status, `method` and `code` are gRPC's; `server` has at most 1024 values in a cluster. A memory server names the
+first NAMED_MAX buffers and clients that it sees. All later ones count as "other", until a deleted buffer or a departed
+client makes room. The coordinator names the NAMED_MAX largest buffers.
 
-prometheus_client is imported only if a metric is made.
+prometheus_client is imported only when a metric is made.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
-NAMED_MAX = 64  # buffers, and clients, with a name of their own in a server's metrics: some thousand series at most
+NAMED_MAX = 64  # buffers, and clients, with their own name in a server's metrics: at most some thousand series
 OTHER = "other"
 COUNTER, GAUGE, HISTOGRAM = "counter", "gauge", "histogram"
-# Seconds: what took at most 1.024 us, twice that, ... 34 s. The engine's buckets: struct smb_latency.
+# Upper edges in seconds: 1.024 us, twice that, ... 34 s. They are the engine's buckets (struct smb_latency).
 LATENCY_EDGES: tuple[float, ...] = tuple(2.0 ** (10 + i) / 1e9 for i in range(26))
-CALL_EDGES: tuple[float, ...] = (  # from an open of a known buffer to a create over many servers, or a waiting open
+CALL_EDGES: tuple[float, ...] = (  # from an open of a known buffer to a create on many servers, or an open that waits
     0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0,
 )  # fmt: skip
 OUTAGE_EDGES: tuple[float, ...] = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
@@ -31,7 +31,7 @@ OUTAGE_EDGES: tuple[float, ...] = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 1
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """One metric. The name is as scraped, with its unit and, of a counter, _total."""
+    """One metric. The name is as scraped, with its unit and, for a counter, _total."""
 
     name: str
     type: str
@@ -299,7 +299,7 @@ METRICS: Mapping[str, Description] = {
 
 
 def counter(name: str) -> CounterMetricFamily:
-    """Return an empty counter of that name, to add values to."""
+    """Return an empty counter of that name, to which values can be added."""
     from prometheus_client.core import CounterMetricFamily
 
     found = _of_type(name, COUNTER)
@@ -307,7 +307,7 @@ def counter(name: str) -> CounterMetricFamily:
 
 
 def gauge(name: str, value: float | None = None) -> GaugeMetricFamily:
-    """Return a gauge of that name with the value; without one, empty, to add values to."""
+    """Return a gauge of that name with the value; without a value, an empty one to which values can be added."""
     from prometheus_client.core import GaugeMetricFamily
 
     found = _of_type(name, GAUGE)
@@ -317,7 +317,7 @@ def gauge(name: str, value: float | None = None) -> GaugeMetricFamily:
 
 
 def histogram(name: str) -> HistogramMetricFamily:
-    """Return an empty histogram of that name, to add values to with `cumulative`."""
+    """Return an empty histogram of that name, to which values can be added with `cumulative`."""
     from prometheus_client.core import HistogramMetricFamily
 
     found = _of_type(name, HISTOGRAM)
@@ -325,7 +325,7 @@ def histogram(name: str) -> HistogramMetricFamily:
 
 
 def cumulative(edges: Sequence[float], counts: Sequence[int]) -> list[tuple[str, float]]:
-    """Return a histogram's buckets from counts between the edges, the last one of what is past them all."""
+    """Return a histogram's buckets from the counts between the edges; the last count is of values past all edges."""
     total, buckets = 0, []
     for edge, count in zip((*edges, float("inf")), counts, strict=True):
         total += count

@@ -1,7 +1,7 @@
-"""Whose a file or a directory is that has been found under a name: what another user put there is not believed.
+"""Checks whether a file or directory belongs to this user. Files that another user put under a name are not trusted.
 
-A memory directory has stricter rules (private_directory.py). These are for what lies on disks, where directories of a
-group and volumes of a container have to work.
+Memory directories have stricter rules (private_directory.py). The rules here are for disks, where directories of a
+group and volumes of containers have to work.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ def fault_of(
     is_kind: Callable[[int], bool] = stat.S_ISREG,
     closed_to: int = stat.S_IWGRP | stat.S_IWOTH,
 ) -> str:
-    """Return why what was found is not believed, in words that follow its name; "" if it is this user's alone.
+    """Return why what was found is not trusted, in words that follow its name; "" if it is this user's alone.
 
-    None of the rights in `closed_to` may be there.
+    It must have none of the permission bits in `closed_to`.
     """
     if found.st_uid != os.geteuid():
         return f"belongs to user {found.st_uid}, and this server runs as user {os.geteuid()}"
     if not is_kind(found.st_mode):
-        return f"is of another kind ({stat.filemode(found.st_mode)}) than what a server leaves under that name"
+        return f"is of another kind ({stat.filemode(found.st_mode)}) than the file that a server has under that name"
     if found.st_nlink > 1:
         return f"has {found.st_nlink} names (hard links)"
     if not stat.S_ISLNK(found.st_mode) and found.st_mode & closed_to:
@@ -39,7 +39,7 @@ def fault_of(
 
 
 def fault_at(path: Path, is_kind: Callable[[int], bool] = stat.S_ISREG) -> str:
-    """As `fault_of`, of what lies there, and not of what a symbolic link there leads to; "" if nothing does."""
+    """As `fault_of`, for the file at that path itself, not for the target of a symbolic link; "" if there is none."""
     try:
         return fault_of(path.lstat(), is_kind)
     except FileNotFoundError:
@@ -47,11 +47,12 @@ def fault_at(path: Path, is_kind: Callable[[int], bool] = stat.S_ISREG) -> str:
 
 
 def take_directory(path: Path, option: str) -> None:
-    """Make the directory with mode 0700, or look at the one that is there; `option` is what names it.
+    """Make the directory with mode 0700, or check the existing one. `option` is the option that named it.
 
-    Raises UnavailableError if it is another user's than this one or root, if everybody may write in it, or if another
-    user's link leads to it; OSError if it cannot be made. A group that may write is told of in the log, as umask 002
-    and the volumes of Kubernetes give it; so is everybody, on a volume that root has mounted there.
+    Raises UnavailableError if it belongs to another user than this one or root, if everybody may write in it, or if
+    another user's link leads to it; OSError if it cannot be made. A directory that a group may write is only reported
+    in the log, since umask 002 and the volumes of Kubernetes cause that. The same holds for a volume that root has
+    mounted and everybody may write.
     """
     whole = path.absolute()
     there = next(each for each in (whole, *whole.parents) if os.path.lexists(each))
@@ -64,13 +65,13 @@ def take_directory(path: Path, option: str) -> None:
     if found.st_mode & stat.S_IWOTH and not is_open_volume(whole, found):
         raise _refusal(path, option, f"can be written to by everybody ({mode})")
     if others_write(found):
-        _log.warning("%s %s can be written to by others (%s), who can remove what is in it", option, path, mode)
+        _log.warning("%s %s can be written to by others (%s), who can remove the files in it", option, path, mode)
 
 
 def _refuse_links(path: Path, there: Path, option: str) -> None:
     try:
         link = followed(there)[1]
-    except OSError:  # it leads nowhere
+    except OSError:  # the link leads nowhere
         link = there if there.is_symlink() and there.lstat().st_uid not in (0, os.geteuid()) else None
     if link is not None:
         raise _refusal(path, option, f"is reached by {link}, a link that user {link.lstat().st_uid} made")
@@ -78,7 +79,7 @@ def _refuse_links(path: Path, there: Path, option: str) -> None:
 
 def _make(path: Path) -> None:
     for each in reversed([each for each in path.parents if not each.exists()]):
-        each.mkdir(mode=0o755, exist_ok=True)  # whatever the umask: others could put another directory in place of ours
+        each.mkdir(mode=0o755, exist_ok=True)  # whatever the umask is: others must not be able to replace our directory
     try:
         path.mkdir(mode=0o700)
     except OSError:
@@ -87,23 +88,23 @@ def _make(path: Path) -> None:
         return
     fd = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        if os.fstat(fd).st_uid == os.geteuid():  # and nobody has put another one in its place
-            Path(f"/proc/self/fd/{fd}").chmod(0o700)  # a umask may have taken rights of our own
+        if os.fstat(fd).st_uid == os.geteuid():  # and no other user has put another one in its place
+            Path(f"/proc/self/fd/{fd}").chmod(0o700)  # the umask may have removed our own permissions
     finally:
         os.close(fd)
 
 
 def _refusal(path: Path, option: str, fault: str) -> UnavailableError:
     return UnavailableError(
-        f"{option} {path} {fault}. It is not used, as others could put files there in the place of its own: give a "
-        f"directory of this user's own in which nobody else writes, or a new one below it, which is made so"
+        f"{option} {path} {fault}. It is not used, because others could replace its files: give a directory of this "
+        f"user's own in which nobody else writes, or a new one below it, which is made so"
     )
 
 
 def open_own(path: Path, flags: int) -> int:
     """Return the descriptor of a regular file of this user's own, made with mode 0600 if `flags` have O_CREAT.
 
-    Follows no link and waits for no pipe. Raises UnavailableError with the reason if it is not believed, or can't be
+    Follows no link and waits for no pipe. Raises UnavailableError with the reason if it is not trusted or cannot be
     opened.
     """
     try:
@@ -118,13 +119,13 @@ def open_own(path: Path, flags: int) -> int:
 
 
 def keep_to_ourselves(path: Path) -> None:
-    """Give a file of this user's own mode 0600; nothing if there is none. A group may have been given rights: by
-    Kubernetes to all of a volume, at each start.
+    """Give a file of this user's own mode 0600; do nothing if it does not exist. A group may have got permissions:
+    Kubernetes gives them to all files of a volume at each start.
 
-    Raises UnavailableError if it is not this user's own regular file, or everybody may change it.
+    Raises UnavailableError if it is not this user's own regular file, or if everybody may change it.
     """
     try:
-        # Not for reading: closing that would end all locks that this process has on the file.
+        # Not opened for reading: closing such a descriptor would release all locks of this process on the file.
         fd = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:
         return

@@ -1,5 +1,5 @@
-"""Code that both daemons share: their log, the ready file, messages to systemd, the check of a listening address, and
-the pages for metrics and health.
+"""Code that both daemons share: the log, the ready file, messages to systemd, the check of a listening address, and the
+pages for metrics and health.
 
 Threads: the pages are served by threads of their own. The functions that pages call (`health`, collectors of the
 registry) must be safe in these threads.
@@ -38,28 +38,28 @@ from smb.errors import Error, InvalidArgumentError, UnavailableError
 if TYPE_CHECKING:
     from _typeshed.wsgi import StartResponse, WSGIApplication, WSGIEnvironment
 
-PAGE_CLIENT_TIMEOUT_S = 10.0  # a scraper that stops in the middle holds a thread this long
-PAGE_REQUESTS_MAX = 32  # at once, each with a thread: of scrapers, browsers and strangers
+PAGE_CLIENT_TIMEOUT_S = 10.0  # a scraper that stops in the middle of a request holds a thread this long
+PAGE_REQUESTS_MAX = 32  # at once, from scrapers, browsers and unknown clients; each takes a thread
 _PR_SET_DUMPABLE = 4
-_PAGE_PAUSE_S = 0.1  # without a descriptor for the next one
+_PAGE_PAUSE_S = 0.1  # after no descriptor was available for a connection
 
-# Without so_reuseport=0 two daemons would share one port, each getting half of the calls.
-# The largest request that smb/rpc/bounds.py lets through has 1.3 MiB: a registration with all its segments.
+# With so_reuseport, two daemons would share one port and each get half of the calls.
+# The largest request that smb/rpc/bounds.py accepts has 1.3 MiB: a registration with all its segments.
 GRPC_SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.so_reuseport", 0),
     ("grpc.max_receive_message_length", 2 << 20),
     ("grpc.max_send_message_length", 256 << 20),
 )
 
-_READY_BYTES_MAX = 4096  # of a ready file: four names and values
+_READY_BYTES_MAX = 4096  # of a ready file, which has four names and values
 _READY_PARTS_MAX = 16
 _PATHS = b"There is /metrics, /healthz, /livez and /readyz.\n"
 _log = logging.getLogger("daemon")
-disable_created_metrics()  # type: ignore[no-untyped-call]  # when each counter began doubles the page, and nobody asks
+disable_created_metrics()  # type: ignore[no-untyped-call]  # the time of each counter's start would double the page
 
 
 class _OneLine(logging.Formatter):
-    """Keeps what others may have put into a message (a client's name) from looking like a line of ours."""
+    """Keeps text of others in a message (a client's name) from looking like a log line of its own."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's name
         text = super().formatMessage(record)
@@ -67,31 +67,32 @@ class _OneLine(logging.Formatter):
 
 
 def start_log(level: str) -> None:
-    """Send the log to stderr, one line an entry: time level name: message. Raises InvalidArgumentError for no level."""
+    """Send the log to stderr, one line per entry: time level name: message. Raises InvalidArgumentError for an unknown
+    level."""
     number = logging.getLevelName(level.upper())
     if not isinstance(number, int):
-        raise InvalidArgumentError(f'"{level}" is no log level: use debug, info, warning or error')
+        raise InvalidArgumentError(f'the log level must be debug, info, warning or error, not "{level}"')
     out = logging.StreamHandler()
     out.setFormatter(_OneLine("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=number, handlers=[out], force=True)
-    # Its traceback for every client that goes away before its answer is no news; our own faults are logged where they
-    # happen.
+    # It logs a traceback for each client that goes away before its answer, which is normal. Our own bugs are logged
+    # where they happen.
     logging.getLogger("grpc._cython.cygrpc").setLevel(logging.CRITICAL)
 
 
 def keep_secrets() -> None:
-    """Leave no key behind: this process writes no core dump from here on, also none to a program that collects them,
-    and other processes of its user read none of its memory.
+    """Keep keys from leaking: from here on this process writes no core dump, also not to a program that collects them,
+    and other processes of its user cannot read its memory.
     """
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0) != 0:
-        _log.warning("core dumps may hold keys: prctl: %s", os.strerror(ctypes.get_errno()))
+        _log.warning("core dumps may contain keys: prctl: %s", os.strerror(ctypes.get_errno()))
 
 
 def end_with_owner() -> None:
     """If SMB_OWNER_PID names a process (a LocalCluster's), send ourselves SIGTERM when that process has ended.
 
-    Call it with SIGTERM blocked or handled: the thread that watches inherits that.
+    Call it with SIGTERM blocked or handled, because the thread that watches inherits that.
     """
     owner = os.environ.get(OWNER_VARIABLE, "")
     if not owner.isdigit():
@@ -102,7 +103,7 @@ def end_with_owner() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         return
     except OSError as error:
-        _log.warning("the end of process %s can't be watched: %s", owner, error.strerror)
+        _log.warning("cannot watch for the end of process %s: %s", owner, error.strerror)
         return
 
     def watch() -> None:
@@ -114,8 +115,8 @@ def end_with_owner() -> None:
 
 
 def clear_ready_file(path: Path | None) -> None:
-    """Remove the ready file that an earlier run has left, if it was killed: it would lead others to an old address.
-    That of a run that serves now stays. Called before anything that may fail. Raises UnavailableError if it can't be
+    """Remove the ready file of an earlier run that was killed, since it would lead others to an old address. The file
+    of a run that still serves stays. Called before anything that may fail. Raises UnavailableError if it cannot be
     removed.
     """
     try:
@@ -128,15 +129,16 @@ def clear_ready_file(path: Path | None) -> None:
 
 
 def _is_of_a_run(path: Path) -> bool:
-    """Whether the process that wrote the file runs: another one may have its number by now, and was started later.
+    """Whether the process that wrote the file still runs. Another process may have its pid by now, but was started
+    later.
 
-    What a user other than this one or root put there is of no run.
+    A file of a user other than this one or root counts as left over.
     """
     try:
         if path.lstat().st_uid not in (0, os.geteuid()):
             return False
         pid = int(parse_json(read_text(path, _READY_BYTES_MAX), _READY_PARTS_MAX)["pid"])
-        ticks = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])  # since this machine's start
+        ticks = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])  # since the machine's boot
         written = path.stat().st_mtime
     except (OSError, ValueError, KeyError, TypeError, IndexError, OverflowError):
         return False
@@ -145,15 +147,15 @@ def _is_of_a_run(path: Path) -> bool:
 
 
 def write_ready_file(path: Path, *, address: str, metrics: str, name: str) -> None:
-    """Write the ready file, which says that we serve: a JSON object with address, metrics, name and pid, there whole or
-    not at all.
+    """Write the ready file, which says that the daemon serves: a JSON object with address, metrics, name and pid. The
+    file appears complete or not at all.
 
     Raises UnavailableError if it cannot be written.
     """
     text = json.dumps({"address": address, "metrics": metrics, "name": name, "pid": os.getpid()})
-    staged = path.with_name(f"{path.name}.{secrets.token_hex(8)}.tmp")  # where nobody can have put a link
+    staged = path.with_name(f"{path.name}.{secrets.token_hex(8)}.tmp")  # a name at which nobody can have put a link
     try:
-        # Whatever the umask: others could lead who reads it to an address of theirs.
+        # Whatever the umask is: others must not be able to write another address into it.
         with os.fdopen(os.open(staged, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644), "w") as file:
             file.write(text + "\n")
         staged.replace(path)
@@ -163,13 +165,13 @@ def write_ready_file(path: Path, *, address: str, metrics: str, name: str) -> No
 
 
 def notify(*fields: str) -> None:
-    """Tell the service's supervisor, where there is one (systemd's Type=notify): READY=1, STOPPING=1, WATCHDOG=1,
-    STATUS=text. Never fails: a supervisor that can't be reached reports that itself.
+    """Tell the service's supervisor, if there is one (systemd's Type=notify): READY=1, STOPPING=1, WATCHDOG=1,
+    STATUS=text. Never fails, because a supervisor notices missing messages itself.
     """
     where = os.environ.get("NOTIFY_SOCKET", "")
     if not where:
         return
-    address = "\0" + where[1:] if where.startswith("@") else where  # @: an abstract socket
+    address = "\0" + where[1:] if where.startswith("@") else where  # @ marks an abstract socket
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as out:
             out.sendto("\n".join(fields).encode(), address)
@@ -178,7 +180,7 @@ def notify(*fields: str) -> None:
 
 
 def watchdog_interval_s() -> float | None:
-    """Return how often the supervisor must hear WATCHDOG=1 (a third of its patience), None if it does not ask."""
+    """Return how often the supervisor must hear WATCHDOG=1 (a third of its timeout); None if it does not ask."""
     patience_us = os.environ.get("WATCHDOG_USEC", "")
     if not patience_us.isdigit() or os.environ.get("WATCHDOG_PID") not in (None, str(os.getpid())):
         return None
@@ -186,10 +188,10 @@ def watchdog_interval_s() -> float | None:
 
 
 def check_listen(address: str) -> tuple[str, int]:
-    """Return (host, port) of an address that can be listened on now; port 0 stays 0.
+    """Return (host, port) of an address on which the daemon can listen now; port 0 stays 0.
 
-    gRPC's own failure to listen is a page of text without the reason. Raises UnavailableError with the reason,
-    InvalidArgumentError for what is no address.
+    gRPC's own message about a failure to listen is a page of text without the reason. Raises UnavailableError with the
+    reason, and InvalidArgumentError for an invalid address.
     """
     host, port = parse_address(address)
     try:
@@ -205,7 +207,7 @@ def _cannot_listen(address: str, error: OSError) -> Error:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One page's reply. `tag` is its ETag: who has the same gets 304 and no body."""
+    """One page's reply. `tag` is its ETag: a client that has the same gets 304 and no body."""
 
     status: str
     kind: str
@@ -214,9 +216,9 @@ class Answer:
     tag: str = ""
 
 
-# A page beside those that all daemons have: the answer to GET path?query, None if there is no such page.
+# Answers GET path?query for pages beside those that all daemons have; None if no such page exists.
 Route = Callable[[str, str], Answer | None]
-# The check of a request for a page: None lets the request in. The one place where all of them are refused.
+# Checks a request for a page: None admits it. All refusals are made here.
 Admission = Callable[["WSGIEnvironment"], Answer | None]
 
 
@@ -229,8 +231,8 @@ def _everybody(_request: WSGIEnvironment) -> Answer | None:
 
 
 class Pages:
-    """GET /metrics (Prometheus), GET /healthz, /readyz and /livez (JSON; 503 where `health` says so) and what `route`
-    has, on threads of their own.
+    """Serves GET /metrics (Prometheus), GET /healthz, /readyz and /livez (JSON; 503 if `health` says so) and the pages
+    of `route`, on threads of its own.
     """
 
     def __init__(
@@ -241,10 +243,10 @@ class Pages:
         route: Route = _no_page,
         admit: Admission = _everybody,
     ) -> None:
-        """Listen and serve at once; port 0 picks a free one. `health` returns what /healthz shows; its "ok" decides 200
-        or 503 there and at /readyz, its "alive", where it has one, at /livez. `admit` is asked before anything else.
+        """Listen and serve at once; port 0 picks a free one. `health` returns the JSON of /healthz; its "ok" decides
+        between 200 and 503 there and at /readyz, and its "alive", if it has one, at /livez. `admit` is asked first.
 
-        Raises UnavailableError if the address cannot be had.
+        Raises UnavailableError if the daemon cannot listen on the address.
         """
         host, port = parse_address(address)
         try:
@@ -253,7 +255,7 @@ class Pages:
         except OSError as error:
             raise _cannot_listen(address, error) from None
         self._server.set_app(_application(make_wsgi_app(registry), health, route, admit))
-        # No end of a pipe that we close: a process forked from this one holds that, too.
+        # Not a pipe, whose end a process forked from this one would also hold, so that closing it would do nothing.
         self._end = os.eventfd(0, os.EFD_CLOEXEC)
         self._closed = False
         self._thread = threading.Thread(target=self._serve, name="pages", daemon=True)
@@ -267,7 +269,7 @@ class Pages:
         self.close()
 
     def close(self) -> None:
-        """Stop serving. Blocks until the listening thread is gone. Twice does nothing."""
+        """Stop serving. Blocks until the listening thread has ended. A second call does nothing."""
         if self._closed:
             return
         self._closed = True
@@ -277,7 +279,7 @@ class Pages:
         self._server.server_close()
 
     def _serve(self) -> None:
-        """As the server's serve_forever, which looks twice a second whether it is to end."""
+        """As the server's serve_forever, but without its look twice a second whether it should end."""
         with selectors.DefaultSelector() as selector:
             selector.register(self._server, selectors.EVENT_READ)
             selector.register(self._end, selectors.EVENT_READ)
@@ -289,22 +291,22 @@ class _PageRequest(WSGIRequestHandler):
     timeout = PAGE_CLIENT_TIMEOUT_S
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the base's name
-        """Scrapes come every few seconds: not worth a line each."""
+        """Log nothing: scrapes come every few seconds."""
 
 
 class _PageServer(socketserver.ThreadingMixIn, WSGIServer):
     daemon_threads = True
     block_on_close = False
-    timeout = 0  # a client that goes away at once is not waited for
+    timeout = 0  # do not wait for a client that goes away at once
 
     def __init__(self, family: socket.AddressFamily, host: str, port: int) -> None:
         self.address_family = family
         self._lock = threading.Lock()
-        self._begun: dict[socket.socket, float] = {}  # requests under way, the oldest first
+        self._begun: dict[socket.socket, float] = {}  # requests in progress, the oldest first
         super().__init__((host, port), _PageRequest)
 
     def get_request(self) -> Any:
-        """Accept a connection. Without a descriptor left it waits a moment: the socket stays readable."""
+        """Accept a connection. Without a free descriptor it waits a moment, because the socket stays readable."""
         try:
             return super().get_request()
         except OSError as error:
@@ -313,8 +315,8 @@ class _PageServer(socketserver.ThreadingMixIn, WSGIServer):
             raise
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Answer it in a thread of its own. With as many as there may be it is closed, and so is the oldest if that has
-        had its time.
+        """Answer the request in a thread of its own. If PAGE_REQUESTS_MAX are in progress, the new one is closed, and
+        so is the oldest if it has had its time.
         """
         now = time.monotonic()
         with self._lock:
@@ -324,32 +326,33 @@ class _PageServer(socketserver.ThreadingMixIn, WSGIServer):
             else:
                 oldest, begun = next(iter(self._begun.items()))
                 if now - begun > PAGE_CLIENT_TIMEOUT_S:
-                    with contextlib.suppress(OSError):  # it has just gone by itself
+                    with contextlib.suppress(OSError):  # it has just closed by itself
                         oldest.shutdown(socket.SHUT_RDWR)
         if full:
             self.shutdown_request(request)
             return
         try:
             super().process_request(request, client_address)
-        except RuntimeError as error:  # no thread is to be had
+        except RuntimeError as error:  # no thread can be started
             _log.warning("a page was not served: %s", error)
             self.shutdown_request(request)
 
     def shutdown_request(self, request: Any) -> None:
-        """Close it: the last of each one."""
+        """Close the connection: the last call for each request."""
         with self._lock:
             self._begun.pop(request, None)
         super().shutdown_request(request)
 
     def server_bind(self) -> None:
-        """Bind without the base's look-up of our own name, which waits for a DNS server that may not be there."""
+        """Bind without the base class's look-up of this host's name, which waits for a DNS server that may be
+        absent."""
         socketserver.TCPServer.server_bind(self)
         host, port = self.server_address[:2]
         self.server_name, self.server_port = str(host), int(port)
         self.setup_environ()
 
     def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ARG002
-        """A scraper that goes away in the middle is no event."""
+        """Log at debug level only: a scraper that goes away in the middle is normal."""
         _log.debug("page request of %s failed", client_address, exc_info=True)
 
 

@@ -1,7 +1,8 @@
-"""Bounds of what comes over the control plane: every text, list and map of every request, also of fields to come.
+"""Bounds of all texts, lists and maps in requests on the control plane, including fields that are added later.
 
-Checked before anything else looks at a request: nothing of a refused request reaches a log, a record or a rule. The
-bound of gRPC on a whole message (smb/daemon/process.py) comes first. Pure but for the interceptor of threaded servers.
+They are checked before any other code looks at a request, so that no part of a refused request reaches a log, a record
+or a rule. gRPC's bound of a whole message (smb/daemon/process.py) comes first. Pure, except for the interceptor of
+threaded servers.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from smb.errors import InvalidArgumentError
 from smb.rpc import metadata
 
 CHARACTERS_MAX = 255  # of a text
-BYTES_MAX = 255  # of a secret, a proof, an address of RDMA
+BYTES_MAX = 255  # of a secret, a proof or an RDMA address
 ITEMS_MAX = 256  # of a list or a map
 
-# Fields that need more, and the source of each number.
+# Fields that need larger bounds, with the source of each number.
 _MORE: Mapping[str, int] = {
     "smb.v1.CreateBufferRequest.packed_metadata": metadata.PACKED_BYTES_MAX,
-    "smb.v1.CreateBufferRequest.server_names": 1024,  # as many servers as a buffer can have
+    "smb.v1.CreateBufferRequest.server_names": 1024,  # the number of servers that a buffer can have
     "smb.v1.RenewServerRequest.broken": 4096,
     "smb.v1.RegisterServerRequest.segment_ids": 131_072,  # twice the mappings that Linux gives a process
     "smb.v1.RegisterServerRequest.segment_epochs": 131_072,
@@ -30,14 +31,14 @@ _MORE: Mapping[str, int] = {
     "smb.v1.InventoryRequest.ids": 131_072,
     "smb.v1.TakeRolesRequest.quarantine_segment_ids": 131_072,
     "smb.v1.TakeRolesRequest.taken_up_segment_ids": 131_072,
-    "smb.v1.EndSessionsRequest.session_ids": 65_536,  # as many ended sessions as the coordinator remembers
+    "smb.v1.EndSessionsRequest.session_ids": 65_536,  # the number of ended sessions that the coordinator remembers
 }
 
 
 def check_bounds(request: Message) -> None:
-    """Raise InvalidArgumentError, with the field and its bound, for a request with anything beyond its bound.
+    """Raise InvalidArgumentError, with the field and its bound, if any field of a request is beyond its bound.
 
-    Fields that this version does not know are dropped from the request, in messages within it, too: they have no bound.
+    Fields that this version does not know have no bound; they are dropped from the request, also in messages within it.
     """
     request.DiscardUnknownFields()
     _check(request, request.DESCRIPTOR.name.removesuffix("Request"))
@@ -60,7 +61,7 @@ def _check(message: Message, where: str) -> None:
 def _check_items(items: Any, at: str) -> None:
     if hasattr(items, "items"):
         found = [each for pair in items.items() for each in pair]
-    elif isinstance(items[0], int):  # ids, of which there may be very many
+    elif isinstance(items[0], int):  # ids, which may be very many, so their values are not visited
         return
     else:
         found = items
@@ -75,18 +76,18 @@ def _check_items(items: Any, at: str) -> None:
 
 def _count(what: str, found: int, most: int, of: str) -> None:
     if found > most:
-        raise InvalidArgumentError(f"{what} has {found} {of}; it may have {most}")
+        raise InvalidArgumentError(f"{what} has {found} {of}; it may have at most {most}")
 
 
 class Bounds(grpc.ServerInterceptor):  # type: ignore[type-arg]
-    """Asks before every call of a threaded server."""
+    """Checks requests before each call of a threaded server."""
 
     def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Any],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
-        """Return the method's handler behind the check. An unknown method has none and is gRPC's to refuse."""
+        """Return the method's handler behind the check. An unknown method has no handler, and gRPC refuses it."""
         handler = continuation(handler_call_details)
         if handler is None or handler.unary_unary is None:
             return handler

@@ -1,9 +1,9 @@
-"""The client's tokens: what it was given for each segment when it opened a buffer, on which links it has shown it, and
+"""The client's tokens: those given for each segment when a buffer was opened, the links on which each was shown, and
 their renewal.
 
-A token is for one session, one segment, reading or writing, for a while (docs/protocol.md). Its secret comes from the
-coordinator over TLS; on a link it is proved, never sent. Without credentials there are none, and nothing here has
-anything to do. Threads: any; `_lock` guards the books and is never held while a server is asked.
+A token is for one session and one segment, for reading or writing, for a limited time (docs/protocol.md). Its secret
+comes from the coordinator over TLS. On a link the secret is proved, never sent. Without credentials there are no
+tokens, and this module does nothing. Threads: any; `_lock` guards the books and is never held while a server is asked.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from smb.rpc import control_pb2 as pb
 from smb.security.bond import bond_of_caller
 
 RIGHT_READ, RIGHT_WRITE = 1, 2
-_RENEW_AT = 0.5  # of its life: as long may the coordinator be away
+_RENEW_AT = 0.5  # of the token's life, so the coordinator may be unreachable for the other half
 _RETRY_FIRST_S, _RETRY_MAX_S = 0.5, 1.0
 _SHOW_MS = 3000
-_CONTROL_LANE = 0xFFFF  # of proofs on the control plane: csrc/base/access.h
+_CONTROL_LANE = 0xFFFF  # the lane number in proofs on the control plane: csrc/base/access.h
 
 _log = logging.getLogger("smb")
 
 
 @dataclass(slots=True)
 class _Opened:
-    name: str  # as last heard: buffers are renamed
+    name: str  # the last known name; buffers may be renamed
     renew_at: float
     segments: list[int] = field(default_factory=list)
     backoff: Backoff = field(default_factory=lambda: Backoff(_RETRY_FIRST_S, _RETRY_MAX_S))
@@ -42,21 +42,22 @@ class _Opened:
 
 class ClientTokens:
     def __init__(self, open_again: Callable[[pb.Kind, str, int], pb.Buffer]) -> None:
-        """`open_again` asks the coordinator for a buffer by its id, whatever its name is now; for a lock or barrier by
-        name.
+        """`open_again` asks the coordinator for a buffer by its id, whatever its name is now, and for a lock or barrier
+        by its name.
         """
         self._open_again = open_again
         self.look_every_s = float("inf")
         self._followers: list[weakref.WeakMethod[Callable[[int], None]]] = []
         self._lock = threading.Lock()
         self._tokens: dict[int, Token] = {}
-        self._opened: dict[tuple[pb.Kind, int], _Opened] = {}  # by id: one name may be of several in turn
+        self._opened: dict[tuple[pb.Kind, int], _Opened] = {}  # by id, since a name may pass to another buffer
         self._shown: weakref.WeakKeyDictionary[Link, dict[int, Token]] = weakref.WeakKeyDictionary()
 
     def learn(self, buffer: pb.Buffer) -> None:
-        """Take note of the tokens that came with a buffer.
+        """Store the tokens that came with a buffer.
 
-        They are due when the ones before them were: links that nobody shows the newer ones still live by those.
+        They are due for renewal when the former ones were, because links that were not shown the new ones still depend
+        on the former ones.
         """
         given = [segment for segment in buffer.layout.segments if segment.HasField("token")]
         if not given:
@@ -70,25 +71,25 @@ class ClientTokens:
             for segment in given:
                 token, epoch = segment.token, segment.epoch or buffer.layout.epoch
                 known = self._tokens.get(segment.id)
-                if known is None or known.epoch <= epoch:  # answers may come in another order
+                if known is None or known.epoch <= epoch:  # answers may arrive out of order
                     self._tokens[segment.id] = Token(
                         segment.id, epoch, token.rights, token.generation, token.expires_at_ms, token.secret
                     )
 
     def read_only(self, segment_id: int) -> bool:
-        """Whether the coordinator refused us the right to write there."""
+        """Whether the coordinator gave us only the right to read the segment."""
         token = self._tokens.get(segment_id)
         return token is not None and not token.rights & RIGHT_WRITE
 
     def follow(self, call: Callable[[int], None]) -> None:
-        """Have a method called with each segment whose token was renewed, or is none any more; it may block."""
+        """Have a method called for each segment whose token was renewed or has ended. The method may block."""
         self._followers.append(weakref.WeakMethod(call))
 
     def proof(self, segment_id: int, session_id: int, certificate: bytes) -> pb.TokenProof | None:
-        """Return what shows a memory server's control service that the session has the segment's token; None: it has
-        none.
+        """Return the proof that the session has the segment's token, for a memory server's control service; None
+        without a token.
 
-        It goes there over TLS, and is good for as long as the token, with the certificate that is shown there, ours.
+        The proof travels over TLS. It is valid as long as the token, and only with our own certificate.
         """
         with self._lock:
             token = self._tokens.get(segment_id)
@@ -105,13 +106,13 @@ class ClientTokens:
         )
 
     def shows(self, link: Link, segment_id: int) -> bool:
-        """Whether `show` has nothing to do."""
+        """Whether the link has been shown the segment's current token already."""
         with self._lock:
             token = self._tokens.get(segment_id)
             return token is None or self._shown.get(link, {}).get(segment_id) is token
 
     def show(self, link: Link, segment_id: int, timeout_ms: int) -> None:
-        """Have a link's server let us use a segment, if that takes a token that it has not seen. EngineError."""
+        """Prove the segment's token on a link, unless it was done. Raises EngineError."""
         with self._lock:
             token = self._tokens.get(segment_id)
             shown = self._shown.setdefault(link, {})
@@ -121,7 +122,7 @@ class ClientTokens:
         shown[segment_id] = token
 
     def keep(self, link: Link, segment_id: int) -> None:
-        """Have a link show the segment's token, if there is one, from its next connection on. EngineError."""
+        """Have a link prove the segment's token, if there is one, from its next connection on. Raises EngineError."""
         with self._lock:
             token = self._tokens.get(segment_id)
             shown = self._shown.setdefault(link, {})
@@ -131,21 +132,21 @@ class ClientTokens:
         shown[segment_id] = token
 
     def next_s(self) -> float:
-        """Seconds until it should be looked at whether a token is due."""
+        """Seconds until the next look for tokens that are due."""
         with self._lock:
             soonest = min((opened.renew_at for opened in self._opened.values()), default=float("inf"))
         return min(max(0.0, soonest - time.monotonic()), self.look_every_s)
 
     def renew(self) -> None:
-        """Renew what is due, and show it on the links that the old ones were shown on. Of what is gone nothing is kept.
-        A coordinator that is away is asked again soon: the old ones are good for as long as they are.
+        """Renew the tokens that are due, and prove them on the links that were shown the former ones. Tokens of deleted
+        buffers are forgotten. An unreachable coordinator is asked again soon, since the former tokens still hold.
         """
         now = time.monotonic()
         with self._lock:
             due = [(key, opened) for key, opened in self._opened.items() if opened.renew_at <= now]
         for (kind, number), opened in due:
             try:
-                opened.renew_at = float("inf")  # what is given for it now counts from now
+                opened.renew_at = float("inf")  # so that the time of the new tokens counts
                 buffer = self._open_again(kind, opened.name, number)
             except (NotFoundError, PermissionDeniedError) as error:
                 _log.debug("no token for %s any more: %s", opened.name, error)
@@ -167,8 +168,8 @@ class ClientTokens:
         for link in links:
             try:
                 if link.alive() and not link.connected():
-                    self.keep(link, segment_id)  # to show it would make a connection, which nobody may need
-                    if link.connected():  # since then, and perhaps with the old one
+                    self.keep(link, segment_id)  # proving it now would make a connection that may not be needed
+                    if link.connected():  # meanwhile, and perhaps with the former token
                         self._shown[link].pop(segment_id, None)
                 if link.connected():
                     self.show(link, segment_id, _SHOW_MS)

@@ -1,8 +1,8 @@
-"""The client's side of the control plane: the coordinator that leads, gRPC status codes turned into smb errors.
+"""The client's side of the control plane: finds the leading coordinator, and turns gRPC status codes into smb errors.
 
-A call is made again in three cases: it was not sent; the coordinator that answers stands by; its answer was lost, and
-to do it twice is no worse than once. With several addresses the next one is asked, until the call's timeout. One by
-itself is waited for until it was started again.
+A call is repeated in three cases: it was not sent; the coordinator that answers stands by; or its answer was lost and
+the call may be carried out twice without harm. With several addresses the next one is asked, until the call's timeout.
+A single coordinator is waited for while it restarts.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from smb.security.verified_channels import was_not_sent
 
 
 class SessionEndedError(errors.UnavailableError):
-    """The session's lease ran out, or it was closed. It never comes back: a new one is needed."""
+    """The session's lease ran out, or it was closed. It cannot be renewed: open a new one with smb.connect."""
 
 
-# As control.proto's head says.
+# The pairs in control.proto's head.
 _CLASSES: dict[grpc.StatusCode, type[errors.Error]] = {
     grpc.StatusCode.NOT_FOUND: errors.NotFoundError,
     grpc.StatusCode.ALREADY_EXISTS: errors.AlreadyExistsError,
@@ -41,27 +41,27 @@ _CLASSES: dict[grpc.StatusCode, type[errors.Error]] = {
     grpc.StatusCode.INVALID_ARGUMENT: errors.InvalidArgumentError,
     grpc.StatusCode.FAILED_PRECONDITION: SessionEndedError,
 }
-# Metadata with every error that the coordinator itself answers: without it, "unavailable" means that nobody answered.
+# Metadata with each error that the coordinator itself answers. Without it, "unavailable" means that nothing answered.
 ANSWERED = "smb-answered"
-# And what became of the call: smb.Error.outcome.
+# Metadata with the outcome of the call: smb.Error.outcome.
 OUTCOME = "smb-outcome"
-# And with that of one that does not lead.
+# Metadata of an error from a coordinator that does not lead.
 STANDBY = "smb-standby"
 _OUTCOMES: dict[str, errors.CallOutcome] = {errors.UNKNOWN: errors.UNKNOWN, errors.APPLIED: errors.APPLIED}
 _CHANGES = (pb.CreateBufferRequest, pb.DeleteBufferRequest, pb.RenameBufferRequest)
 
-# Codes of a call whose coordinator went away in the middle.
+# Codes of a call whose coordinator went away before its answer.
 _CUT_OFF = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 
-_COMES_BACK_S = 2.0  # one that has never answered: its address may be wrong
-_STARTS_AGAIN_S = 10.0  # and one that has. Callers may hold what others need, so no longer, whatever their timeout
-_AGAIN_FIRST_S, _AGAIN_MAX_S = 0.05, 0.5  # between two rounds of questions
-_PATIENCE_S = 5.0  # very many may wait for a leader: each asks so rarely, and is answered at once when there is one
-_LAST_S = 0.05  # for an attempt at the very end of the timeout
+_COMES_BACK_S = 2.0  # how long to wait for a coordinator that has never answered: its address may be wrong
+_STARTS_AGAIN_S = 10.0  # and for one that has. Not longer, whatever the timeout: callers may hold what others need
+_AGAIN_FIRST_S, _AGAIN_MAX_S = 0.05, 0.5  # pauses between two rounds over all addresses
+_PATIENCE_S = 5.0  # how long a coordinator may keep a call: very many may wait, so each asks seldom
+_LAST_S = 0.05  # the least time for an attempt at the end of the timeout
 _PROBE_S = 1.0
 _RENEW_S = 3.0
-_LOOKS_PER_LIFE = 4  # at what is due, even if a thread opened a buffer meanwhile
-_NO_COORDINATOR = "something listens there that does not answer as a coordinator does: a memory server's port?"
+_LOOKS_PER_LIFE = 4  # looks for due tokens per life of a token, so that those of buffers opened meanwhile are found
+_NO_COORDINATOR = "a program that is not a coordinator listens there; is it a memory server's port?"
 
 
 def _had_no_time(error: Any) -> bool:
@@ -69,7 +69,7 @@ def _had_no_time(error: Any) -> bool:
 
 
 def _with_unknown_outcome(failure: errors.Error) -> errors.Error:
-    """Return the error of the last attempt if one before it may have been carried out."""
+    """Return the last attempt's error, with the outcome unknown because an earlier attempt may have been applied."""
     if failure.outcome == errors.UNKNOWN:
         return failure
     return type(failure)(f"{failure}. An earlier attempt may have been carried out", outcome=errors.UNKNOWN)
@@ -81,8 +81,8 @@ def trailers_of(error: Any) -> dict[str, str]:
 
 
 def _is_repeatable(request: Any) -> bool:
-    """Whether doing it twice is no worse than once. Not a delete by name: what is there the second time may be
-    another's.
+    """Whether the call may be carried out twice without harm. A delete by name may not: the second time another buffer
+    may have that name.
     """
     if isinstance(request, pb.DeleteBufferRequest):
         return bool(request.id and request.missing_ok)
@@ -90,7 +90,7 @@ def _is_repeatable(request: Any) -> bool:
 
 
 def _why_not(address: str, credentials: Credentials | None) -> str:
-    """Return why no coordinator could be reached, as a connection of our own finds it: bare, and then TLS."""
+    """Return why no coordinator could be reached, as found on a connection of our own: without TLS, then with it."""
     if credentials is None:
         try:
             with socket.create_connection(parse_address(address), _PROBE_S) as opened:
@@ -100,12 +100,12 @@ def _why_not(address: str, credentials: Credentials | None) -> str:
     found = belief(address, COORDINATOR_NAME, credentials)
     found.look(_PROBE_S)
     if found.why.startswith("it does not speak TLS"):
-        return f"{_NO_COORDINATOR} Or it has no credentials, and we have"
+        return f"{_NO_COORDINATOR} Or it is a coordinator without credentials, and this client has them"
     return found.why or "it answers now"
 
 
 def _speaks_tls(opened: socket.socket) -> bool:
-    """Shake hands, without a certificate of our own. Nothing is sent."""
+    """Try a TLS handshake without a certificate of our own. Sends no data."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.set_alpn_protocols(["h2"])
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
@@ -117,7 +117,7 @@ def _speaks_tls(opened: socket.socket) -> bool:
 
 
 class Coordinator:
-    """The coordinator at "host:port", or at one of "host:port,host:port". Every method blocks up to its timeout
+    """The coordinator at "host:port", or at one of "host:port,host:port". Each method blocks up to its timeout
     (seconds) and raises smb errors.
     """
 
@@ -126,7 +126,7 @@ class Coordinator:
         self._addresses = parse_addresses(address)
         self._peers = Peers(self._addresses, credentials)
         self._session_id, self._session_secret = 0, b""
-        self._answered = False  # so there is one at the address, and if it is away it comes back
+        self._answered = False  # once True, a coordinator is known to be at the address, and is waited for
         self.tokens = ClientTokens(self._open_again)
 
     def close(self) -> None:
@@ -134,11 +134,11 @@ class Coordinator:
         self._peers.close()
 
     def look(self, timeout: float) -> list[tuple[str, pb.LeaderReply | None]]:
-        """Return what the coordinator at each address says of who leads; None: it does not answer."""
+        """Return what the coordinator at each address says about the leader; None: it does not answer."""
         return self._peers.look(timeout)
 
     def open_session(self, client_name: str, timeout: float) -> tuple[int, float, pb.SharedSettings]:
-        """Return (session id, lease in seconds, what holds for all clients that say nothing themselves)."""
+        """Return (session id, lease in seconds, the cluster's defaults for clients)."""
         reply: pb.OpenSessionReply = self._call("OpenSession", pb.OpenSessionRequest(client_name=client_name), timeout)
         self._session_id, self._session_secret = reply.session_id, reply.session_secret
         if reply.token_lifetime_ms:
@@ -153,8 +153,8 @@ class Coordinator:
         reports: Sequence[pb.TrainingReport] = (),
         states: Sequence[pb.StateReport] = (),
     ) -> float:
-        """Return the lease in seconds; from here on a certificate that was replaced is used. Raises SessionEndedError
-        if there is nothing left to renew.
+        """Return the lease in seconds. From here on a replaced certificate is used. Raises SessionEndedError if the
+        session has ended.
         """
         self._peers.take_new_certificate()
         request = pb.RenewSessionRequest(
@@ -168,7 +168,7 @@ class Coordinator:
         return reply.lease_ms / 1000
 
     def close_session(self, session_id: int, timeout: float, reports: Sequence[pb.TrainingReport] = ()) -> None:
-        """End it at once instead of letting its lease run out."""
+        """End the session at once, instead of letting its lease run out."""
         request = pb.CloseSessionRequest(session_id=session_id, session_secret=self._session_secret, trainings=reports)
         self._call("CloseSession", request, timeout)
 
@@ -180,19 +180,20 @@ class Coordinator:
     def open_buffer(
         self, name: str, wait: float, timeout: float, known_id: int = 0, kind: pb.Kind = pb.BUFFER
     ) -> pb.Buffer:
-        """Wait up to `wait` seconds for the name to appear. With `known_id` the buffer of that id, renamed or not."""
+        """Wait up to `wait` seconds for the name to appear. With `known_id`: the buffer with that id, even if
+        renamed."""
         request = pb.OpenBufferRequest(name=name, timeout_ms=round(wait * 1000), id=known_id, kind=kind)
         return self._opened("OpenBuffer", request, wait + timeout)
 
     def place(self, kind: pb.Kind, name: str, timeout: float, replicas: int = 1) -> pb.Buffer:
-        """Return where the lock or barrier of that name lies; the first request gives it its place, and its copies."""
+        """Return the location of the lock or barrier of that name; the first request makes it, with its copies."""
         request = pb.CreateBufferRequest(name=name, kind=kind, exist_ok=True)
-        if replicas > 1:  # an older coordinator refuses a word too many
+        if replicas > 1:  # set only if needed, because an older coordinator refuses the field
             request.replicas = replicas
         return self.create_buffer(request, timeout)
 
     def list_buffers(self, timeout: float) -> list[pb.Buffer]:
-        """Return all of them, by name."""
+        """Return all buffers, by name."""
         reply: pb.ListBuffersReply = self._call("ListBuffers", pb.ListBuffersRequest(), timeout)
         return list(reply.buffers)
 
@@ -204,12 +205,12 @@ class Coordinator:
         self._call("RenameBuffer", request, timeout)
 
     def list_servers(self, timeout: float) -> list[pb.Server]:
-        """Return all that ever registered, dead ones too."""
+        """Return all servers that ever registered, including dead ones."""
         reply: pb.ListServersReply = self._call("ListServers", pb.ListServersRequest(), timeout)
         return list(reply.servers)
 
     def forget_segments(self, name: str, segment_ids: Sequence[int], timeout: float) -> pb.ForgetSegmentsReply:
-        """Free memory that a server keeps in quarantine: these segments, or, none named, all of it."""
+        """Free segments that a server keeps in quarantine: those named, or all if none is named."""
         request = pb.ForgetSegmentsRequest(name=name, segment_ids=segment_ids, all=not segment_ids)
         reply: pb.ForgetSegmentsReply = self._call("ForgetSegments", request, timeout)
         return reply
@@ -219,24 +220,24 @@ class Coordinator:
         return reply
 
     def rebalance(self, timeout: float, *, dry_run: bool, single_copies: bool = False) -> pb.RebalanceReply:
-        """Return the moves that are made from now on, or with `dry_run` would be. See control.proto."""
+        """Return the moves that are made from now on, or with `dry_run` would be made. See control.proto."""
         request = pb.RebalanceRequest(dry_run=dry_run, single_copies=single_copies)
         reply: pb.RebalanceReply = self._call("Rebalance", request, timeout)
         return reply
 
     def overview(self, timeout: float, *, buffer: str = "", training: str = "") -> str:
-        """Return what the page at / shows, as JSON: in brief, or all of one buffer or training."""
+        """Return the dashboard's JSON: an overview, or the details of one buffer or training."""
         request = pb.OverviewRequest(buffer=buffer, training=training)
         reply: pb.OverviewReply = self._call("Overview", request, timeout)
         return reply.json
 
     def lock_holder(self, name: str, timeout: float) -> str:
-        """Return the name of the client that holds a lock, as far as its server has told; "" if nobody is known to."""
+        """Return the name of the client that holds a lock, by its server's last report; "" if unknown."""
         reply: pb.LockHolderReply = self._call("LockHolder", pb.LockHolderRequest(name=name), timeout)
         return reply.client_name
 
     def clock(self, timeout: float) -> float:
-        """Return the coordinator's time, in seconds since 1970; 0 from one that does not tell."""
+        """Return the coordinator's time in seconds since 1970; 0 from a version that does not report it."""
         reply: pb.ListServersReply = self._call("ListServers", pb.ListServersRequest(), timeout)
         return float(reply.now)
 
@@ -245,7 +246,7 @@ class Coordinator:
         return self._opened("OpenBuffer", request, _RENEW_S)
 
     def _opened(self, method: str, request: pb.CreateBufferRequest | pb.OpenBufferRequest, timeout: float) -> pb.Buffer:
-        if self._session_secret:  # the cluster has credentials: tokens come with the answer
+        if self._session_secret:  # the cluster has credentials, so the answer must bring tokens
             request.session_id, request.session_secret = self._session_id, self._session_secret
         buffer: pb.Buffer = self._call(method, request, timeout)
         self.tokens.learn(buffer)
@@ -255,17 +256,17 @@ class Coordinator:
         begun = time.monotonic()
         several = len(self._peers) > 1
         failure: errors.Error | None
-        stood_by: tuple[object, errors.Error] | None = None  # who did, and what was said
+        stood_by: tuple[object, errors.Error] | None = None  # the coordinator that answered as a standby, and its error
         patience = timeout if several else _STARTS_AGAIN_S if self._answered else _COMES_BACK_S
-        failed_at = 0.0  # first
+        failed_at = 0.0  # of the first failure
         repeatable = (several or self._answered) and _is_repeatable(request)
-        term = named = ""  # of the leader that one that stands by has named: the next round of questions is patient
-        maybe_applied = False  # an attempt may have been carried out
+        term = named = ""  # of the leader that a standby has named; with it the next round may be kept waiting
+        maybe_applied = False  # an earlier attempt may have been carried out
         backoff = Backoff(_AGAIN_FIRST_S, _AGAIN_MAX_S, lambda: begun + timeout - time.monotonic())
         waits_ms = request.timeout_ms if isinstance(request, pb.OpenBufferRequest) else 0
         while True:
-            answered = False  # by the leader
-            if waits_ms:  # for the name: of that a part is over
+            answered = False  # whether the leader answered
+            if waits_ms:  # the time to wait for the name, of which a part is over
                 request.timeout_ms = max(0, waits_ms - int(1000 * (time.monotonic() - begun)))
             peer = self._peers.now
             left_s = max(_LAST_S, begun + timeout - time.monotonic())
@@ -278,7 +279,7 @@ class Coordinator:
             except LeaderMovedError:
                 failure = self._lost(isinstance(request, _CHANGES))
                 may_repeat = repeatable
-            # gRPC's own tracebacks, chained, are 30 lines that say no more.
+            # gRPC's own tracebacks, chained, would be 30 more lines without more information.
             except grpc.RpcError as error:
                 trailers = trailers_of(error)
                 failure = self._error(error, timeout, isinstance(request, _CHANGES))
@@ -288,17 +289,17 @@ class Coordinator:
                     stood_by = peer, failure
                     patience = timeout
                     may_repeat = trailers.get(OUTCOME) == errors.NOT_APPLIED or repeatable
-                elif not answered and was_not_sent(error):  # an answer may tell that of a memory server
+                elif not answered and was_not_sent(error):  # the leader's answer may say the same of a memory server
                     failure, may_repeat = None, True
                     stood_by = None if stood_by and stood_by[0] is peer else stood_by
                 elif stood_by and stood_by[0] is peer and _had_no_time(error) and failure.outcome == errors.NOT_APPLIED:
-                    # Asked again as the timeout ends, it could not say again who leads.
+                    # Asked again just before the timeout, it had no time to name the leader once more.
                     failure, may_repeat = stood_by[1], False
                 else:
                     may_repeat = (
                         repeatable and error.code() in _CUT_OFF and not self._peers.closed and ANSWERED not in trailers
                     )
-            except ValueError as error:  # grpc's answer to a call on a closed channel
+            except ValueError as error:  # raised by grpc for a call on a closed channel
                 raise errors.UnavailableError("the client is closed; call smb.connect again") from error
             now = time.monotonic()
             failed_at = failed_at or now
@@ -308,14 +309,14 @@ class Coordinator:
                 try:
                     raise (_with_unknown_outcome(failure) if maybe_applied and not answered else failure) from None
                 finally:
-                    del failure, stood_by  # else these and this frame keep each other, and a forgotten buffer, alive
+                    del failure, stood_by  # otherwise these and this frame would keep each other and a buffer alive
             if self._peers.go_on(peer):
                 term = named
                 time.sleep(backoff.next_s())
 
     def _lost(self, changes: bool) -> errors.UnavailableError:
         return errors.UnavailableError(
-            "the coordinator that was asked leads no more, and another one does; what became of the call is not known",
+            "the coordinator that was asked does not lead any more, and another one does; the outcome is unknown",
             outcome=errors.UNKNOWN if changes else errors.NOT_APPLIED,
         )
 
@@ -346,10 +347,10 @@ class Coordinator:
             return errors.TimeoutError(
                 f"the coordinator at {self.address} did not answer within {timeout:g} s; check that it runs"
             )
-        if code is grpc.StatusCode.CANCELLED:  # a coordinator that stops ends calls so, and closing the channel
+        if code is grpc.StatusCode.CANCELLED:  # by a coordinator that stops, or because the channel was closed
             if self._peers.closed:
                 return errors.UnavailableError("the client was closed meanwhile; call smb.connect again")
-            return errors.UnavailableError(f"the coordinator at {self.address} stopped before it had answered")
+            return errors.UnavailableError(f"the coordinator at {self.address} stopped before it answered; try again")
         if code is grpc.StatusCode.UNIMPLEMENTED:
             return self._nobody(_NO_COORDINATOR)
         if code in _CLASSES:

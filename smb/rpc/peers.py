@@ -1,6 +1,6 @@
-"""The coordinators of a cluster, at their addresses: one leads, the others stand by, and which one it is changes.
+"""The coordinators of a cluster at their addresses: one leads, the others stand by, and the leader may change.
 
-Threads: any. Two that find that the leader has changed at once look for the next one each for itself.
+Threads: any. Two threads that notice a change of the leader at once each look for the next leader.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from smb.rpc.control_pb2_grpc import CoordinatorStub
 from smb.rpc.uninterrupted_calls import aside
 from smb.security.credentials import COORDINATOR_NAME, Credentials, Current, channel
 
-# Metadata of a call that found no leader: for how many milliseconds one that stands by may keep it, in case that it
-# leads meanwhile, and the term of the leader that it has named.
+# Metadata of a call that found no leader: for how many milliseconds a coordinator that stands by may keep the call in
+# case it becomes the leader, and the term of the leader that it has named.
 PATIENCE = "smb-patience"
 
 
 def patience(seconds: float, term: str) -> tuple[tuple[str, str], ...]:
-    """Return the metadata; none if no term was named."""
+    """Return the metadata; empty if no term was named."""
     return ((PATIENCE, f"{round(1000 * seconds)} {term}"),) if term else ()
 
 
-_LOOK_S = 1.0  # a leader answers in milliseconds: who waits longer looks whether another one leads meanwhile
-_LOOK_PART = 0.1  # of the time that it has waited already: very many may wait for very long
+_LOOK_S = 1.0  # a leader answers within milliseconds, so after this time look whether another one leads meanwhile
+_LOOK_PART = 0.1  # of the time waited so far, since very many clients may wait for very long
 _PROBE_S = 1.0
 
 
 class LeaderMovedError(Exception):
-    """Another coordinator leads: the one that was asked does not answer any more."""
+    """Another coordinator leads, and the one that was asked does not answer any more."""
 
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """One of them: the how-manieth, and how it is reached."""
+    """A coordinator's index and address, and the channel and stub to reach it."""
 
     index: int
     address: str
@@ -48,15 +48,15 @@ class Peer:
 
 
 class Peers:
-    """All of them. `close` them."""
+    """All coordinators. Call `close` at the end."""
 
     def __init__(self, addresses: Sequence[str], credentials: Credentials | None) -> None:
         self._addresses = addresses
         self._current = Current(credentials) if credentials is not None else None
         self._used = credentials
-        self._lock = threading.Lock()  # of what was made
+        self._lock = threading.Lock()  # guards the channels below
         self.closed = False
-        self._made: list[list[Peer]] = []  # with one certificate each; those of now are the last ones
+        self._made: list[list[Peer]] = []  # one list per certificate; the last list is current
         self._connect()
         self._at = 0
 
@@ -65,7 +65,7 @@ class Peers:
 
     @property
     def credentials(self) -> Credentials | None:
-        """Those of the connections of now."""
+        """The credentials of the current connections."""
         return self._used
 
     def close(self) -> None:
@@ -83,8 +83,8 @@ class Peers:
         self._made.append(peers)
 
     def take_new_certificate(self) -> None:
-        """Connect with what the files hold now. Calls under way end over the channel that they began with, unless the
-        certificate is replaced twice meanwhile.
+        """Reconnect if the certificate's files have changed. Calls in progress end on the channel on which they began,
+        unless the certificate is replaced twice meanwhile.
         """
         found = self._current.now() if self._current is not None else None
         with self._lock:
@@ -100,14 +100,15 @@ class Peers:
         return self._made[-1][self._at]
 
     def go_on(self, peer: Peer) -> bool:
-        """Ask another one than this from now on. Return whether all of them had their turn."""
+        """Ask the coordinator after `peer` from now on. Returns whether all of them had their turn."""
         if self._at == peer.index:
             self._at = (self._at + 1) % len(self)
         return self._at == 0
 
     def ask(self, peer: Peer, method: str, request: Any, timeout: float, patience_s: float, term: str) -> Any:
-        """Return the answer to a call. One that stands by may keep it for `patience_s`, if the leader of that `term` is
-        the last one that it knows. Raises grpc.RpcError; and LeaderMovedError once another one leads while it waits.
+        """Return the answer to a call. A coordinator that stands by may keep the call for `patience_s`, if the leader
+        of that `term` is the last one that it knows. Raises grpc.RpcError, and LeaderMovedError if another coordinator
+        leads before the answer.
         """
         return aside(lambda: self._ask(peer, method, request, timeout, patience_s, term))
 
@@ -123,13 +124,13 @@ class Peers:
             while True:
                 look_s = max(_LOOK_S, patience_s / 2 if term else 0.0, _LOOK_PART * (time.monotonic() - begun))
                 if other is not None:
-                    # It may have answered by now. One that keeps the call hears of the leader a little later than we,
-                    # and then refuses the call: who gives up before does not know that nothing was done.
+                    # The call may have been answered by now. A coordinator that keeps the call hears of the new leader
+                    # a little later than we do, and then refuses it. Without that refusal the outcome is unknown.
                     look_s = _LOOK_S if term else 0.0
                 try:
                     failure = answer.exception(timeout=look_s)
                 except grpc.FutureCancelledError:
-                    raise ValueError("the channel was closed") from None  # as a call that begins then
+                    raise ValueError("the channel was closed") from None  # as a call on a closed channel raises
                 except grpc.FutureTimeoutError:
                     if other is not None:
                         raise LeaderMovedError from None
@@ -142,11 +143,11 @@ class Peers:
                     self._at = other.index
         finally:
             answer.cancel()
-            # The exception is the answer itself: it and this frame would keep each other, and the variables of callers.
+            # The exception is the answer object itself: it and this frame would keep each other and callers' variables.
             del answer, failure
 
     def look(self, timeout: float) -> list[tuple[str, pb.LeaderReply | None]]:
-        """Return what each says of who leads; None: it does not answer."""
+        """Return what the coordinator at each address says about the leader; None: it does not answer."""
         return aside(lambda: [(peer.address, reply) for peer, reply in self._probe(self._made[-1], timeout)])
 
     def _leader(self, but: Peer, timeout: float) -> Peer | None:
@@ -158,13 +159,13 @@ class Peers:
         found: list[tuple[Peer, pb.LeaderReply | None]] = []
         for peer, answer in asked:
             try:
-                failure = answer.exception()  # not raised: see `ask`
+                failure = answer.exception()  # not raised, for the reason in `_ask`
             except grpc.FutureCancelledError:
                 found.append((peer, None))
                 continue
             if failure is None:
                 found.append((peer, answer.result()))
-            else:  # a coordinator from before there were several leads, where it answers
+            else:  # a coordinator of a version without standby leads if it answers
                 old = failure.code() is grpc.StatusCode.UNIMPLEMENTED
                 found.append((peer, pb.LeaderReply(leads=True, address=peer.address) if old else None))
         return found

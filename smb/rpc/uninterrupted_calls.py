@@ -1,9 +1,9 @@
-"""Calls of gRPC where no signal's handler interrupts them.
+"""Calls of gRPC that no signal handler interrupts.
 
-Handlers run on the main thread, and what they raise (Ctrl-C) leaves whatever that thread is in. gRPC enters its
-threading.Condition of a channel in Python code: an exception at the wrong place leaves that lock taken, and every later
-call on the channel by another thread stands there without end: the threads that make connections again, and the one
-that renews the session. A plain threading.Lock is safe: `with` enters it by one call of C.
+Handlers run on the main thread, and their exceptions (Ctrl-C) leave whatever that thread is doing. gRPC enters a
+channel's threading.Condition in Python code: an exception at the wrong place leaves that lock taken. Then each later
+call on the channel by another thread waits forever, such as those of the threads that reconnect and renew the session.
+A plain threading.Lock is safe, because `with` enters it by one call of C.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ Answer = TypeVar("Answer")
 
 
 def aside(call: Callable[[], Answer]) -> Answer:
-    """Return what a call returns, or raise what it raises. The main thread's calls are made on a thread of their own;
-    that one goes on alone, until its own timeout, if a handler raises meanwhile.
+    """Return or raise the result of a call. Calls of the main thread are made on a thread of their own. If a handler
+    raises meanwhile, that thread goes on alone, until the call's own timeout.
     """
     if threading.current_thread() is not threading.main_thread():
         return call()
@@ -29,15 +29,15 @@ def aside(call: Callable[[], Answer]) -> Answer:
     def run() -> None:
         try:
             ended.append(call())
-        except BaseException as error:  # noqa: BLE001 - the caller's
+        except BaseException as error:  # noqa: BLE001 - it is raised to the caller
             ended.extend((None, error))
         finally:
             done.release()
 
     try:
-        # Not threading.Thread: its start waits, and leaves the thread in the lurch if a handler raises there.
+        # Not threading.Thread: its start waits, and leaves the thread half started if a handler raises there.
         _thread.start_new_thread(run, ())
-    except RuntimeError:  # this process may have no more threads
+    except RuntimeError:  # this process cannot start more threads
         return call()
     done.acquire()
     if len(ended) == 1:
@@ -46,4 +46,4 @@ def aside(call: Callable[[], Answer]) -> Answer:
     try:
         raise ended.pop()
     finally:
-        ended.clear()  # else the error and this frame keep each other
+        ended.clear()  # otherwise the error and this frame would keep each other alive

@@ -1,5 +1,6 @@
-"""What a proof for the control plane covers beside the token: the certificate of who shows it. Handed on by somebody
-else it is not good. For data connections the engine does the same (csrc/base/bond.h); docs/protocol.md has the words.
+"""The bond of a proof on the control plane: the proof covers, besides the token, the certificate of the client that
+shows it. So it is useless to anybody else. The engine does the same for data connections (csrc/base/bond.h);
+docs/protocol.md specifies it.
 """
 
 from __future__ import annotations
@@ -13,15 +14,15 @@ _BEGIN, _END = "-----BEGIN CERTIFICATE-----", "-----END CERTIFICATE-----"
 
 
 def first_of(pem: bytes) -> bytes:
-    """Return the first certificate of several, in DER: its owner's. Raises ValueError for none."""
+    """Return the first certificate in a PEM text, in DER: the owner's. Raises ValueError if there is none."""
     text = pem.decode("ascii", "replace").partition(_BEGIN)[2].partition(_END)[0]
     if not text:
-        raise ValueError("no certificate")
+        raise ValueError("the text contains no certificate")
     return ssl.PEM_cert_to_DER_cert(_BEGIN + text + _END)
 
 
 def bond_of_caller(pem: bytes) -> bytes:
-    """Return 32 bytes for the control plane's calls by the holder of that certificate; empty: it is in the clear."""
+    """Return the 32 bytes that bond control calls to the holder of that certificate; empty for calls without TLS."""
     if not pem:
         return bytes(32)
     digest = hashlib.sha256(first_of(pem)).digest()

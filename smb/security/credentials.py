@@ -1,11 +1,11 @@
-"""A process's proof of identity: the cluster's certificate authority, its own certificate and key. And the one way in
-which channels and ports of gRPC are made, with credentials and without.
+"""Credentials: the cluster's certificate authority, and this process's certificate and key. All of gRPC's channels and
+ports, with credentials or without, are made here.
 
 A directory holds them as `ca.pem`, `cert.pem` and `key.pem` (`smb certs` makes such directories). Names, not addresses,
 are verified: the coordinator's certificate is for COORDINATOR_NAME, a memory server's for server_name(its name). So
-both may move to another host or port, and neither can stand for the other.
+both may move to another host or port, and neither can pose as the other.
 
-A key is never shown: not by repr, nor in errors or logs.
+A key is never shown, neither by repr nor in errors or logs.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from smb.security.verified_channels import Belief, BelievedAioChannel, BelievedC
 CREDENTIALS_VARIABLE = "SMB_CREDENTIALS"
 CA_VARIABLE, CERTIFICATE_VARIABLE, KEY_VARIABLE = "SMB_TLS_CA", "SMB_TLS_CERT", "SMB_TLS_KEY"
 INSECURE_VARIABLE = "SMB_INSECURE"
-METRICS_TOKEN_VARIABLE = "SMB_METRICS_TOKEN_FILE"  # noqa: S105 - a file's name stands there
+METRICS_TOKEN_VARIABLE = "SMB_METRICS_TOKEN_FILE"  # noqa: S105 - the variable has a file's name, not a token
 VARIABLES = (
     CREDENTIALS_VARIABLE, CA_VARIABLE, CERTIFICATE_VARIABLE, KEY_VARIABLE, INSECURE_VARIABLE, METRICS_TOKEN_VARIABLE,
 )  # fmt: skip
@@ -43,13 +43,13 @@ CA_FILE, CERTIFICATE_FILE, KEY_FILE = "ca.pem", "cert.pem", "key.pem"
 
 COORDINATOR_NAME = "coordinator.smb"
 
-# No proxy between daemons; no connection shared with other channels of the process, which in a child of fork would be
-# its parent's and fail; and quick reconnection: a restarted coordinator is found within a second.
+# Daemons do not use proxies. Channels do not share connections within the process, because in a forked child a shared
+# connection would be its parent's and fail. Reconnection is quick, so that a restarted coordinator is found within 1 s.
 CHANNEL_OPTIONS: tuple[tuple[str, Any], ...] = (
     ("grpc.enable_http_proxy", 0),
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.initial_reconnect_backoff_ms", 100),
-    # Also how long an attempt to connect may take: a long line, or a machine with much to do, needs seconds.
+    # This also bounds an attempt to connect: a long line, or a busy machine, needs seconds.
     ("grpc.min_reconnect_backoff_ms", 5000),
     ("grpc.max_reconnect_backoff_ms", 1000),
     ("grpc.max_receive_message_length", 256 << 20),
@@ -60,7 +60,7 @@ _log = logging.getLogger("smb")
 
 
 def server_name(name: str) -> str:
-    """Return what the certificate of the memory server of that name is for."""
+    """Return the host name in the certificate of the memory server with that name."""
     return f"{name}.server.smb"
 
 
@@ -69,7 +69,7 @@ Stamp = tuple[tuple[int, int, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """A certificate authority, a certificate and its key, as PEM; and where they were read."""
+    """A certificate authority, a certificate and its key, as PEM, and the paths from which they were read."""
 
     ca: bytes
     certificate: bytes
@@ -77,34 +77,34 @@ class Credentials:
     ca_path: Path
     certificate_path: Path
     key_path: Path
-    stamp: Stamp = field(compare=False, repr=False)  # of the files when these bytes were read
+    stamp: Stamp = field(compare=False, repr=False)  # identifies the files' state when these bytes were read
 
     def check(self) -> None:
-        """Raise ssl.SSLError or OSError if they do not belong together."""
+        """Raise ssl.SSLError or OSError if the three do not belong together."""
         self.context()
 
     def context(self) -> ssl.SSLContext:
-        """Return what Python's TLS takes: of these very bytes, whatever the files are by now. Raises as `check`."""
+        """Return a context for Python's TLS, made of these bytes, not of the current files. Raises as `check`."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         with _as_file(self.ca) as ca, _as_file(self.certificate) as certificate, _as_file(self.key) as key:
             context.load_verify_locations(ca)
-            context.load_cert_chain(certificate, key, password="")  # nobody is asked
+            context.load_cert_chain(certificate, key, password="")  # no prompt
         return context
 
 
 @contextlib.contextmanager
 def _as_file(text: bytes) -> Iterator[str]:
-    """A path to the bytes in memory: for certificates and keys Python's TLS takes no others."""
+    """Yield a path to the bytes in memory, because Python's TLS takes certificates and keys only from files."""
     with os.fdopen(os.memfd_create("smb-credentials"), "wb", buffering=0) as file:
         file.write(text)
         yield f"/proc/self/fd/{file.fileno()}"
 
 
 class Current:
-    """Credentials that follow their files: what is replaced there counts from the next connection on. So does what was
-    replaced since `credentials` were loaded, however long ago that was.
+    """Credentials that follow their files: replaced files are used from the next connection on. Files that were
+    replaced after `credentials` were loaded count too, however long ago that was.
 
-    Files that do not belong together, as in the middle of a replacement, change nothing. Any thread may ask.
+    Files that do not belong together, as in the middle of a replacement, change nothing. For any thread.
     """
 
     def __init__(self, credentials: Credentials) -> None:
@@ -113,7 +113,7 @@ class Current:
         self._complained: object = None
 
     def now(self) -> Credentials:
-        """Return what the files hold now: the same object until they change."""
+        """Return the credentials in the files now: the same object until they change."""
         with self._lock:
             before = self._credentials
             stamp = _stamp_of_files(before)
@@ -123,11 +123,11 @@ class Current:
                 found = load(before.ca_path, before.certificate_path, before.key_path)
             except InvalidArgumentError as error:
                 if stamp != self._complained:
-                    _log.warning("the new credentials are not taken: %s", error)
+                    _log.warning("the new credentials are not used: %s", error)
                 self._complained = stamp
                 return before
             if found.stamp != stamp:
-                return before  # replaced while they were read
+                return before  # the files were replaced while they were read
             self._credentials = found
             _log.info("credentials were read again from %s", before.certificate_path.parent)
             return self._credentials
@@ -138,7 +138,7 @@ def _stamp(of: os.stat_result) -> tuple[int, int, int]:
 
 
 def _stamp_of_files(credentials: Credentials) -> Stamp | None:
-    """A value that changes with the files; None while one is missing."""
+    """Return a value that changes with the files; None while one is missing."""
     try:
         paths = (credentials.ca_path, credentials.certificate_path, credentials.key_path)
         return tuple(_stamp(path.stat()) for path in paths)
@@ -147,15 +147,15 @@ def _stamp_of_files(credentials: Credentials) -> Stamp | None:
 
 
 def load(ca: Path, certificate: Path, key: Path) -> Credentials:
-    """Read the three files. Raises InvalidArgumentError if one is missing, if others than this user and root can change
-    or replace it, or if everybody may read the key.
+    """Read the three files. Raises InvalidArgumentError if one is missing, if users other than this one and root can
+    change or replace it, or if everybody may read the key.
     """
     parts: list[bytes] = []
     stamps: list[tuple[int, int, int]] = []
     for path in (ca, certificate, key):
         try:
             with os.fdopen(open_kept(path, "the key " if path is key else ""), "rb", buffering=0) as opened:
-                # Before the bytes: what is written meanwhile gives the file another stamp than they have.
+                # Before the bytes are read, so that a file that is written meanwhile has another stamp.
                 before = os.fstat(opened.fileno())
                 parts.append(read_opened(opened, path))
                 stamps.append(_stamp(before))
@@ -185,11 +185,11 @@ def load_directory(directory: Path | str) -> Credentials:
 
 
 def find(directory: Path | str | None = None, variables: Mapping[str, str] | None = None) -> Credentials | None:
-    """Return the credentials that a process was given, None if nothing is said: those in `directory`; else in
-    $SMB_CREDENTIALS, a directory, of which $SMB_TLS_CA, $SMB_TLS_CERT and $SMB_TLS_KEY may replace a file each, or
-    stand alone. If a variable is not set, the configuration file may say it.
+    """Return the credentials that this process was given, or None. They are the directory in `directory`, or else in
+    $SMB_CREDENTIALS; $SMB_TLS_CA, $SMB_TLS_CERT and $SMB_TLS_KEY may each replace one of its files, or stand alone.
+    Variables that are not set may be set by the configuration file.
 
-    Raises InvalidArgumentError for what is incomplete or cannot be read.
+    Raises InvalidArgumentError for credentials that are incomplete or cannot be read.
     """
     if directory is not None and str(directory):
         return load_directory(directory)
@@ -208,29 +208,29 @@ def find(directory: Path | str | None = None, variables: Mapping[str, str] | Non
         return None
     if missing:
         raise InvalidArgumentError(
-            f"credentials: {' and '.join(missing)} is not set; or set {CREDENTIALS_VARIABLE}=DIR"
+            f"credentials: {' and '.join(missing)} is not set; set it, or set {CREDENTIALS_VARIABLE}=DIR"
         )
     return load(*paths)
 
 
 @functools.lru_cache(maxsize=16)
 def tls_of(credentials: Credentials) -> Tls:
-    """Return them as the engine takes them. Raises InvalidArgumentError where it does not: keys that are too short."""
+    """Return the credentials as the engine takes them. Raises InvalidArgumentError for keys that are too short."""
     return Tls(credentials.ca, credentials.certificate, credentials.key)
 
 
-# ---- channels and ports: all that there are
+# ---- all channels and ports
 
 
 def belief(address: str, peer: str, credentials: Credentials) -> Belief:
-    """Return what this process knows of who serves at an address, where it wants whom a certificate calls `peer`."""
+    """Return what this process knows of the server at an address whose certificate must have the name `peer`."""
     role = "coordinator" if peer == COORDINATOR_NAME else "server"
     return belief_of(address, role, peer, tls_of(credentials), credentials)
 
 
 def channel(address: str, peer: str, credentials: Credentials | None) -> grpc.Channel:
-    """Return a channel to an address, behind which is whom a certificate calls `peer`; in the clear without
-    credentials.
+    """Return a channel to the server at an address whose certificate has the name `peer`. Without credentials the
+    channel is not encrypted.
     """
     if credentials is None:
         return grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
@@ -250,46 +250,46 @@ def _server_configuration(credentials: Credentials) -> grpc.ServerCertificateCon
 
 
 def add_port(server: grpc.Server | grpc.aio.Server, address: str, credentials: Credentials | None) -> int:
-    """Have the server listen; return the port, 0 if it can't. With credentials, only for who shows a certificate of
-    the same authority; files that change count from the next connection on.
+    """Have the server listen, and return the port, or 0 if it cannot. With credentials, only clients with a certificate
+    of the same authority are accepted; changed files are used from the next connection on.
     """
     try:
         if credentials is None:
             return int(server.add_insecure_port(address))
         current, used = Current(credentials), [credentials]
 
-        def look() -> grpc.ServerCertificateConfiguration | None:  # for each connection, by a thread of gRPC's
+        def look() -> grpc.ServerCertificateConfiguration | None:  # called by a thread of gRPC for each connection
             found = current.now()
             if found is used[0]:
                 return None
             used[0] = found
             return _server_configuration(found)
 
-        # None is what a fetcher returns where nothing has changed, which the stubs do not know.
+        # None means that nothing has changed, which the stubs do not know.
         secured = grpc.dynamic_ssl_server_credentials(_server_configuration(credentials), look, True)  # type: ignore[arg-type]
         return int(server.add_secure_port(address, secured))
     except RuntimeError:
         return 0
 
 
-# ---- on by default
+# ---- secure by default
 
 
 def is_loopback(host: str) -> bool:
-    """Whether nobody else can reach what listens at the host: it is this machine's alone, or is no host at all."""
+    """Whether no other machine can reach a listener on the host: it is a loopback address, or not a host at all."""
     try:
         found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
     except OSError:
-        return True  # listening there will say why it can't be
+        return True  # listening there will fail with the reason
     return all(ipaddress.ip_address(str(entry[4][0]).split("%")[0]).is_loopback for entry in found)
 
 
 def check_exposure(what: str, host: str, credentials: Credentials | None, insecure: bool) -> None:
-    """Raise InvalidArgumentError where `what` would listen to other machines without knowing who they are."""
+    """Raise InvalidArgumentError if `what` would listen to other machines without credentials."""
     if credentials is not None or insecure or is_loopback(host):
         return
     raise InvalidArgumentError(
-        f"{what} at {host}, without credentials: everybody who reaches it could read, change and delete. Give it some "
-        f"(--credentials DIR or {CREDENTIALS_VARIABLE}; `smb certs DIR` makes a set), listen on 127.0.0.1, or say "
-        f"--insecure where the network is trusted"
+        f"{what} at {host}, without credentials: everybody who reaches it could read, change and delete. Give it "
+        f"credentials (--credentials DIR or {CREDENTIALS_VARIABLE}; `smb certs DIR` makes a set), listen on 127.0.0.1, "
+        f"or use --insecure if the network is trusted"
     )

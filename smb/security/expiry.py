@@ -1,5 +1,5 @@
-"""When certificates end: for a daemon's metrics and for `smb doctor`. Reads so much of X.509 as that takes, and trusts
-nothing of it: what is read here was verified when the credentials were loaded, and decides nothing.
+"""The ends of certificates, for a daemon's metrics and for `smb doctor`. It parses only the needed part of X.509, and
+no decision depends on it: the certificates were verified when the credentials were loaded.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _SEQUENCE, _CERTIFICATE_VERSION, _UTC_TIME, _GENERALIZED_TIME = 0x30, 0xA0, 0x17
 
 
 def expires_at(pem: bytes) -> float:
-    """Return when the first certificate in it ends, in seconds since 1970. Raises InvalidArgumentError for none."""
+    """Return when the first certificate in a PEM text ends, in seconds since 1970. Raises InvalidArgumentError."""
     try:
         (_, certificate), *_ = _parts(first_of(pem))
         (_, signed), *_ = _parts(certificate)
-        # Version, which may be left out, serial number, algorithm, issuer, validity.
+        # The order is: version (optional), serial number, algorithm, issuer, validity.
         parts = [part for part in _parts(signed) if part[0] != _CERTIFICATE_VERSION]
         _, (kind, moment), *_ = _parts(parts[3][1])
         year = moment[:-11] if kind == _GENERALIZED_TIME else (b"19" if moment[:2] >= b"50" else b"20") + moment[:2]
@@ -35,12 +35,12 @@ def expires_at(pem: bytes) -> float:
             raise ValueError(kind)
         found = datetime.datetime.strptime((year + moment[-11:]).decode(), "%Y%m%d%H%M%SZ")
     except (IndexError, ValueError) as error:
-        raise InvalidArgumentError(f"no certificate whose end can be read: {error}") from None
+        raise InvalidArgumentError(f"the end of the certificate cannot be read: {error}") from None
     return found.replace(tzinfo=datetime.timezone.utc).timestamp()
 
 
 def ends_of(credentials: Credentials) -> dict[str, float]:
-    """Return when the own certificate and its authority's end, in seconds since 1970, as far as it can be read."""
+    """Return when the own certificate and its authority's end, in seconds since 1970, if that can be read."""
     found = {}
     for whose, pem in (("own", credentials.certificate), ("authority", credentials.ca)):
         try:
@@ -51,10 +51,10 @@ def ends_of(credentials: Credentials) -> dict[str, float]:
 
 
 class ExpiryMetrics:
-    """A collector for prometheus_client: when the certificates in use end, looked at with each scrape."""
+    """A collector for prometheus_client: the ends of the certificates in use, as of each scrape."""
 
     def __init__(self, look: Callable[[], Credentials]) -> None:
-        """`look` returns the credentials that are in use now."""
+        """`look` returns the credentials in use."""
         self._look = look
 
     def collect(self) -> Iterator[Metric]:
@@ -65,12 +65,12 @@ class ExpiryMetrics:
 
 
 def days_left(end: float, now: Callable[[], float] = time.time) -> float:
-    """Return how many days it is good for; negative: it has expired."""
+    """Return the number of days until the end; negative if the certificate has expired."""
     return (end - now()) / DAY_S
 
 
 def _parts(der: bytes) -> Iterator[tuple[int, bytes]]:
-    """Yield (tag, content) of what lies side by side. Raises IndexError if something is cut off."""
+    """Yield (tag, content) of each of the elements side by side. Raises IndexError if an element is cut off."""
     at = 0
     while at < len(der):
         tag, length = der[at], der[at + 1]
@@ -80,6 +80,6 @@ def _parts(der: bytes) -> Iterator[tuple[int, bytes]]:
             length = int.from_bytes(der[at : at + count], "big")
             at += count
         if at + length > len(der):
-            raise IndexError("cut off")
+            raise IndexError("an element is cut off")
         yield tag, der[at : at + length]
         at += length

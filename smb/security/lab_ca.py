@@ -1,9 +1,9 @@
 """A certificate authority for a lab, and certificates with roles: what `smb certs` makes.
 
-Needs the package `cryptography`, which nothing else does (the extra "certs").
+Needs the package `cryptography` (the extra "certs"), which no other part needs.
 
-Any authority will do in its place, if its certificates say the same: smb.security.roles tells which URIs are read,
-smb.security.credentials which names the coordinator's and the memory servers' are for.
+Any other authority can be used instead if its certificates contain the same: smb.security.roles says which URIs are
+read, smb.security.credentials which names the coordinator's and the memory servers' certificates have.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _CLOCK_SKEW = datetime.timedelta(minutes=5)
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """The party that a certificate is for."""
+    """The owner of a certificate: its role, name and namespaces."""
 
     role: Role
     name: str
@@ -43,7 +43,7 @@ class Holder:
 
 
 class Authority:
-    """Signs certificates. Its key lies in its directory alone."""
+    """Signs certificates. Its key is only in its directory."""
 
     def __init__(self, key: ec.EllipticCurvePrivateKey, certificate: x509.Certificate) -> None:
         self._key = key
@@ -63,16 +63,18 @@ class Authority:
 
     @staticmethod
     def load(directory: Path) -> Authority:
-        """Read the one in a directory. Raises InvalidArgumentError if it is not whole, or if others than this user and
-        root can change or replace it.
+        """Read the authority in a directory. Raises InvalidArgumentError if it is incomplete, or if users other than
+        this one and root can change or replace it.
         """
         try:
             key = serialization.load_pem_private_key(_read(directory / CA_KEY_FILE, "the key "), None)
             certificate = x509.load_pem_x509_certificate(_read(directory / CA_FILE))
         except (OSError, ValueError, TypeError) as error:
-            raise InvalidArgumentError(f"{directory} holds no certificate authority of ours: {error}") from None
+            raise InvalidArgumentError(
+                f"{directory} does not hold a certificate authority made by `smb certs`: {error}"
+            ) from None
         if not isinstance(key, ec.EllipticCurvePrivateKey):
-            raise InvalidArgumentError(f"{directory / CA_KEY_FILE} is a key of another kind than ours")
+            raise InvalidArgumentError(f"{directory / CA_KEY_FILE} is not an elliptic-curve key, as `smb certs` makes")
         return Authority(key, certificate)
 
     def save(self, directory: Path) -> None:
@@ -82,8 +84,8 @@ class Authority:
         _write(directory / CA_FILE, self._certificate.public_bytes(serialization.Encoding.PEM), 0o644)
 
     def issue(self, holder: Holder, directory: Path, days: float = DAYS_DEFAULT) -> None:
-        """Write a new key, its certificate and the authority's into a directory: what SMB_CREDENTIALS names. A negative
-        number of days makes one that has expired.
+        """Write a new key, its certificate and the authority's into a directory, for use as SMB_CREDENTIALS. A negative
+        number of days makes an expired certificate.
         """
         key = ec.generate_private_key(ec.SECP256R1())
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, (holder.name or holder.role.value)[:64])])
@@ -113,9 +115,9 @@ class Authority:
 
 
 def make_set(directory: Path, holders: Sequence[Holder], days: float = DAYS_DEFAULT) -> list[Path]:
-    """Make an authority in `directory`/ca, unless there is one, and a directory of credentials for each holder beside
-    it, unless there is one; return those that are new. Raises InvalidArgumentError, also if others can make or replace
-    files in one of these directories: what they planted would be signed with, or given out.
+    """Make an authority in `directory`/ca, and beside it a directory of credentials for each holder, unless they exist.
+    Returns the new directories. Raises InvalidArgumentError, also if others can make or replace files in one of these
+    directories, because planted files would be used to sign, or be given out.
     """
     ca_directory = directory / "ca"
     try:
@@ -182,6 +184,6 @@ def _pem_of(key: ec.EllipticCurvePrivateKey) -> bytes:
 
 
 def _write(path: Path, text: bytes, mode: int) -> None:
-    """A key is never there for others, not even for a moment."""
+    """Write a file that others cannot read at any moment."""
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
         file.write(text)

@@ -1,8 +1,9 @@
 """Access to a daemon's pages: the one at /, its JSON, /targets and /metrics. They name buffers, clients and servers.
 
-With a token (a file that Prometheus has too): every request that shows it, as a bearer or as the password of a
-browser's prompt. Without one: on loopback every local user; beyond it nobody, unless `insecure` says that all who reach
-it are trusted. The pages /healthz, /livez and /readyz name nothing and are open to all, as orchestrators probe them.
+With a token (a file that Prometheus has too), each request must show it, as a bearer token or as the password in a
+browser's prompt. Without a token, all local users are admitted on loopback, and nobody beyond it, unless `insecure`
+says that all who reach the port are trusted. The pages /healthz, /livez and /readyz contain no names and are open to
+all, because orchestrators probe them.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ _log = logging.getLogger("pages")
 
 
 def read_token(path: Path) -> str:
-    """Return what the file holds. Raises InvalidArgumentError if it can't be read, everybody may, others than this user
-    and root can change or replace it, or it is guessed too easily.
+    """Return the token in a file. Raises InvalidArgumentError if the file cannot be read, if everybody may read it, if
+    users other than this one and root can change or replace it, or if the token is too easy to guess.
     """
     try:
         with os.fdopen(open_kept(path, "the token "), "rb", buffering=0) as file:
@@ -49,16 +50,16 @@ def read_token(path: Path) -> str:
         raise InvalidArgumentError(f"--metrics-token-file: cannot read {path}: {why}") from None
     if len(text) < TOKEN_CHARACTERS_MIN or not text.isprintable() or " " in text:
         raise InvalidArgumentError(
-            f"--metrics-token-file: {path} must hold one word of at least {TOKEN_CHARACTERS_MIN} characters, as "
+            f"--metrics-token-file: {path} must hold one word of at least {TOKEN_CHARACTERS_MIN} characters; "
             f"`openssl rand -hex 24` makes one"
         )
     return text
 
 
 def admission(address: str, token_file: Path | None, *, insecure: bool, names: Iterable[str] = ()) -> Admission:
-    """Return who is let in to the pages at `address`. `names`: host names by which others call this one.
+    """Return the check of requests for the pages at `address`. `names`: host names by which others call this one.
 
-    Raises InvalidArgumentError as `read_token`.
+    Raises InvalidArgumentError as `read_token` does.
     """
     host = parse_address(address)[0]
     if token_file is not None:
@@ -100,8 +101,8 @@ def _health_alone(request: WSGIEnvironment) -> Answer | None:
 
 
 def _by_our_name(names: set[str]) -> Admission:
-    """Refuse a browser that was led here by a stranger's domain, which he had resolved to our address: his page could
-    read what we show. Addresses, names without a dot, and ours are nobody's domain.
+    """Refuse a browser that was led here by the domain of an attacker who had it resolve to our address: the attacker's
+    page could read what we show. Addresses, names without a dot, and our own names belong to no attacker's domain.
     """
 
     def admit(request: WSGIEnvironment) -> Answer | None:

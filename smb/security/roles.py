@@ -1,11 +1,11 @@
-"""Permissions on the control plane: one table with a rule for every RPC, and the interceptor that asks it.
+"""Permissions on the control plane: one table with a rule for each RPC, and the interceptor that applies it.
 
-A caller is what its certificate says, in URIs among its alternative names: `smb:role/ROLE`, `smb:name/NAME`, and
-`smb:namespace/NAME`, any number, which limit it to buffers whose names begin with one of them. The engine judges the
-certificate and reads role and name, as for data connections: Callers. An RPC without a rule is refused to everybody. So
-is a certificate with no role, or with one that this version does not know.
+A caller's certificate identifies it by URIs among its alternative names: `smb:role/ROLE`, `smb:name/NAME`, and any
+number of `smb:namespace/NAME`, which limit it to buffers whose names begin with one of them. The engine verifies the
+certificate and reads role and name, as for data connections: see Callers. An RPC without a rule is refused to all
+callers. A certificate without a role, or with a role that this version does not know, is refused everywhere.
 
-Without credentials there is no interceptor, and every process that reaches the port may call everything.
+Without credentials there is no interceptor, and each process that reaches the port may call everything.
 smb.security.credentials.check_exposure keeps such ports on loopback, unless the daemon is `--insecure`.
 """
 
@@ -37,17 +37,17 @@ ROLE_URI, NAME_URI, NAMESPACE_URI = "smb:role/", "smb:name/", "smb:namespace/"
 class Role(str, Enum):
     """The purpose of a certificate."""
 
-    CLIENT = "client"  # reads and changes buffers, of its namespaces if it is limited to some
-    READER = "reader"  # reads them
+    CLIENT = "client"  # reads and changes buffers, only in its namespaces if it has any
+    READER = "reader"  # reads buffers
     SERVER = "server"  # is the memory server of its name
-    OPERATOR = "operator"  # what clients may, in every namespace; and what steers the cluster
-    COORDINATOR = "coordinator"  # tells memory servers what to make and drop
+    OPERATOR = "operator"  # may do what clients may, in all namespaces, and administer the cluster
+    COORDINATOR = "coordinator"  # tells memory servers which segments to make and drop
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """The caller of an RPC. `namespaces` is None if it is not limited to some; `name` may be empty but of a
-    server."""
+    """The caller of an RPC. `namespaces` is None if it is not limited to namespaces. `name` may be empty, except for a
+    memory server."""
 
     role: Role | None
     name: str = ""
@@ -55,7 +55,7 @@ class Caller:
 
     @property
     def key(self) -> str:
-        """A short text for whatever certificates say the same; empty without credentials, where nobody is known."""
+        """A short text that is equal for certificates with equal contents; empty without credentials."""
         if self == ANYBODY:
             return ""
         said = repr((self.role, self.name, sorted(self.namespaces or ()), self.namespaces is None))
@@ -66,7 +66,7 @@ class Caller:
         return f'{shown}, "{self.name}"' if self.name else shown
 
     def may_see(self, buffer: str) -> bool:
-        """Whether a buffer's name is in its namespaces."""
+        """Whether the buffer's name is in the caller's namespaces."""
         return self.namespaces is None or namespace_of(buffer) in self.namespaces
 
 
@@ -75,15 +75,15 @@ ANYBODY = Caller(Role.OPERATOR, "anybody")
 
 
 def namespace_of(buffer: str) -> str:
-    """Return the first part of a name of several parts; empty for a name of one, which is in no namespace."""
+    """Return the first part of a name with several parts; empty for a name with one part, which has no namespace."""
     first, slash, _ = buffer.partition("/")
     return first if slash else ""
 
 
 @dataclass(frozen=True, slots=True)
 class Permission:
-    """The permission to call an RPC. `names`: fields of its request that name buffers, each of the caller's namespaces.
-    `own`: its field `name` must be the caller's own.
+    """Who may call an RPC. `names`: the request's fields with buffer names, which must be in the caller's namespaces.
+    `own`: the request's field `name` must be the caller's own name.
     """
 
     roles: frozenset[Role]
@@ -93,12 +93,12 @@ class Permission:
 
 _USERS = frozenset({Role.CLIENT, Role.READER, Role.OPERATOR})
 _WRITERS = frozenset({Role.CLIENT, Role.OPERATOR})
-# Relays of mirrors show the certificate of their memory server: smb/coordinator/relay_access.py says what they reach.
+# Relays of mirrors show their memory server's certificate; smb/coordinator/relay_access.py says what they may reach.
 _RELAYS = frozenset({Role.SERVER})
 _SERVER = Permission(frozenset({Role.SERVER}), own=True)
 _COORDINATOR = Permission(frozenset({Role.COORDINATOR}))
 
-# tests/security fails where an RPC of control.proto is not here.
+# tests/security fails if an RPC of control.proto is missing here.
 RULES: Mapping[str, Permission] = {
     "/smb.v1.Coordinator/OpenSession": Permission(_USERS | _RELAYS),
     "/smb.v1.Coordinator/RenewSession": Permission(_USERS | _RELAYS),
@@ -108,14 +108,14 @@ RULES: Mapping[str, Permission] = {
     "/smb.v1.Coordinator/LeaveServer": _SERVER,
     "/smb.v1.Coordinator/CreateBuffer": Permission(_WRITERS | _RELAYS, names=("name", "like", "mirror_of")),
     "/smb.v1.Coordinator/OpenBuffer": Permission(_USERS | _RELAYS, names=("name",)),
-    "/smb.v1.Coordinator/ListBuffers": Permission(_USERS),  # the answer has those of the caller's namespaces
+    "/smb.v1.Coordinator/ListBuffers": Permission(_USERS),  # the answer has only buffers in the caller's namespaces
     "/smb.v1.Coordinator/DeleteBuffer": Permission(_WRITERS | _RELAYS, names=("name",)),
     "/smb.v1.Coordinator/RenameBuffer": Permission(_WRITERS, names=("name", "new_name", "displaced_name")),
     "/smb.v1.Coordinator/ListServers": Permission(_USERS),
     "/smb.v1.Coordinator/DrainServer": Permission(frozenset({Role.OPERATOR})),
     "/smb.v1.Coordinator/ForgetSegments": Permission(frozenset({Role.OPERATOR})),
     "/smb.v1.Coordinator/Rebalance": Permission(frozenset({Role.OPERATOR})),
-    "/smb.v1.Coordinator/Overview": Permission(_USERS),  # of who is limited to namespaces nobody: it shows them all
+    "/smb.v1.Coordinator/Overview": Permission(_USERS),  # refused later to callers limited to namespaces
     "/smb.v1.Coordinator/LockHolder": Permission(_WRITERS, names=("name",)),
     "/smb.v1.Coordinator/Leader": Permission(_USERS | _RELAYS),
     "/smb.v1.MemoryServer/CreateSegment": _COORDINATOR,
@@ -124,7 +124,7 @@ RULES: Mapping[str, Permission] = {
     "/smb.v1.MemoryServer/TakeRoles": _COORDINATOR,
     "/smb.v1.MemoryServer/RetireSegments": _COORDINATOR,
     "/smb.v1.MemoryServer/Inventory": _COORDINATOR,
-    # With the proof of a token too, which says of which session, and of which segments what: memserver/control.py.
+    # These also need the proof of a token, which names session, segment and rights: memserver/control.py.
     "/smb.v1.MemoryServer/ConnectVerbs": Permission(_USERS | _RELAYS),
     "/smb.v1.MemoryServer/OpenSegmentVerbs": Permission(_USERS | _RELAYS),
     "/smb.v1.MemoryServer/CloseVerbs": Permission(_USERS | _RELAYS),
@@ -134,28 +134,28 @@ _caller: ContextVar[Caller] = ContextVar("caller", default=ANYBODY)
 
 
 def caller() -> Caller:
-    """Return who makes the call that runs in this task."""
+    """Return the caller of the RPC that runs in this task."""
     return _caller.get()
 
 
 def namespaces_in(pem: bytes) -> list[str]:
-    """Return the namespaces that our own certificate is limited to, sorted, for a look at them: nothing is verified."""
+    """Return the namespaces in our own certificate, sorted. For display only, as nothing is verified."""
     begin, end = b"-----BEGIN CERTIFICATE-----", b"-----END CERTIFICATE-----"
     der = binascii.a2b_base64(pem.partition(begin)[2].partition(end)[0])
     prefix = NAMESPACE_URI.encode()
     found = []
-    # A URI among the alternative names: its tag, its length, its text.
+    # A URI among the alternative names is encoded as tag, length, text.
     for match in re.finditer(rb"\x86([\x00-\x7f])" + re.escape(prefix), der, re.DOTALL):
         text = der[match.start() + 2 :][: match[1][0]]
         found.append(text.removeprefix(prefix).decode("ascii", "replace"))
     return sorted(found)
 
 
-AuthContext: TypeAlias = "Mapping[str, Sequence[bytes]]"  # what gRPC tells of a connection
+AuthContext: TypeAlias = "Mapping[str, Sequence[bytes]]"  # gRPC's description of a connection
 
 
 def certificate_of(context: Any) -> bytes:
-    """Return the certificate that the caller has shown, in PEM; empty: none."""
+    """Return the certificate that the caller showed, in PEM; empty without one."""
     return _certificate(cast(AuthContext, context.auth_context()))
 
 
@@ -164,9 +164,9 @@ def _certificate(auth_context: AuthContext) -> bytes:
 
 
 class Callers:
-    """Who calls a port, by the engine's judgement of what they show. gRPC has looked at it by rules of its own, once
-    for a connection; here it is judged again every few seconds, so one that has expired, or whose authority is trusted
-    no more, ends with that. Any thread may ask.
+    """Identifies the callers of a port by the engine's verification of their certificates. gRPC has verified them by
+    its own rules, once per connection. Here each is verified again every few seconds, so that an expired certificate,
+    or one whose authority is no longer trusted, is refused on open connections too. For any thread.
     """
 
     _AGAIN_S = 5.0
@@ -186,7 +186,7 @@ class Callers:
         try:
             role, name = tls_of(self._current.now()).judge(b"\n".join(shown), ROLES)
         except PermissionDeniedError as error:
-            raise PermissionDeniedError(f"the caller is not to be believed: {error}") from None
+            raise PermissionDeniedError(f"the caller's certificate is refused: {error}") from None
         prefix = NAMESPACE_URI.encode()
         limits = [uri.removeprefix(prefix) for uri in auth_context.get("peer_uri", ()) if uri.startswith(prefix)]
         namespaces = frozenset(limit.decode(errors="replace") for limit in limits)
@@ -198,17 +198,17 @@ class Callers:
 
 
 def permit(method: str, request: Any, who: Caller) -> None:
-    """Let the caller of a method in, if a rule does. Raises PermissionDeniedError otherwise."""
+    """Check that a rule admits the caller to the method. Raises PermissionDeniedError otherwise."""
     rule = RULES.get(method)
     short = method.rpartition("/")[2]
     if rule is None:
-        raise PermissionDeniedError(f"{short} has no rule that says who may call it: nobody may")
+        raise PermissionDeniedError(f"{short}: no certificate may call this, because this version has no rule for it")
     if who.role not in rule.roles:
         raise PermissionDeniedError(
             f"{short}: {who} may not; it takes the role {' or '.join(sorted(role.value for role in rule.roles))}"
         )
     if rule.own and (not who.name or request.name != who.name):
-        raise PermissionDeniedError(f'{short} as "{request.name}": {who} may speak for itself alone')
+        raise PermissionDeniedError(f'{short} as "{request.name}": {who} may use only its own name')
     for field in rule.names:
         name = getattr(request, field)
         if name and not who.may_see(name):
@@ -221,7 +221,7 @@ Call: TypeAlias = Callable[[Any, Any], Any]
 
 
 class RoleInterceptor(grpc.ServerInterceptor):  # type: ignore[type-arg]
-    """Asks the rules before every call of a threaded server."""
+    """Applies the rules before each call of a threaded server."""
 
     def __init__(self, callers: Callers) -> None:
         self._callers = callers
@@ -231,7 +231,7 @@ class RoleInterceptor(grpc.ServerInterceptor):  # type: ignore[type-arg]
         continuation: Callable[[grpc.HandlerCallDetails], Handler | None],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Handler | None:
-        """Return the method's handler behind its rule. An unknown method has none and is gRPC's to refuse."""
+        """Return the method's handler behind its rule. An unknown method has no handler, and gRPC refuses it."""
         handler = continuation(handler_call_details)
         method = handler_call_details.method
 
@@ -248,8 +248,8 @@ class RoleInterceptor(grpc.ServerInterceptor):  # type: ignore[type-arg]
 
 
 class AioGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
-    """The same for an asyncio server. Raises PermissionDeniedError to the interceptor around it; tells the call who
-    asks.
+    """The same for an asyncio server. Raises PermissionDeniedError to the interceptor around it, and makes the caller
+    known to the call.
     """
 
     def __init__(self, callers: Callers) -> None:
@@ -260,7 +260,7 @@ class AioGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Handler:
-        """Return the method's handler behind its rule. An unknown method has none and is gRPC's to refuse."""
+        """Return the method's handler behind its rule. An unknown method has no handler, and gRPC refuses it."""
         handler = await continuation(handler_call_details)
         method = handler_call_details.method
 
@@ -279,10 +279,10 @@ class AioGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
 
 
 def _call_of(handler: Handler | None) -> Call:
-    """Streams have no rules: nobody may call one."""
+    """Return the handler's call. Streaming calls have no rules, so nobody may make them."""
     call = getattr(handler, "unary_unary", None)
     if call is None:
-        raise PermissionDeniedError("calls that stream have no rules: nobody may make them")
+        raise PermissionDeniedError("streaming calls are refused, because no rule allows them")
     return cast(Call, call)
 
 

@@ -1,10 +1,11 @@
-"""Channels of gRPC that lead to whom we want, by the engine's judgement, and to nobody else.
+"""gRPC channels that lead only to the server that is wanted, as verified by the engine.
 
-gRPC for Python tells a client nothing of a server's certificate, and judges it by rules of its own: it knows no roles,
-takes a common name where there is no other, and takes patterns. So before a channel connects the engine looks who is
-there, by a connection of its own (Tls.meet), and gRPC is given that one certificate to trust. It believes the holder of
-its key, and no other holder of one of the same authority. After a call that failed to connect the engine looks again: a
-server's certificate may have been replaced. What it finds wrong is in the error: gRPC speaks of the network.
+gRPC for Python shows a client nothing of a server's certificate, and verifies it by rules of its own: it knows no
+roles, takes a common name if there is no other name, and accepts wildcards. So before a channel connects, the engine
+looks at the server on a connection of its own (Tls.meet), and gRPC gets only that certificate to trust. gRPC then
+accepts the holder of that certificate's key, and no other holder of a certificate of the same authority. After a call
+that failed to connect, the engine looks again, because the server's certificate may have been replaced. The error
+contains the fault that the engine found, because gRPC reports only a failure of the network.
 """
 
 from __future__ import annotations
@@ -30,29 +31,29 @@ if TYPE_CHECKING:
 
 Options = Sequence[tuple[str, Any]]
 
-NOT_CONNECTED = "failed to connect"  # in gRPC's words, and in ours: nothing was sent
+NOT_CONNECTED = "failed to connect"  # in gRPC's messages and in ours: nothing was sent
 _LOOK_S = 5.0
-_PINS_MAX = 8  # of one name there may be several hosts
-_GENERATIONS_MAX = 3  # of channels: calls under way end over that with which they began
+_PINS_MAX = 8  # several hosts may have the same name
+_GENERATIONS_MAX = 3  # of channels, because calls in progress end on the channel on which they began
 _BELIEFS_MAX = 1024
 
 
 @dataclass(slots=True)
 class Belief:
-    """What is known of who serves at an address. Any thread may ask."""
+    """What is known of the server at an address. For any thread."""
 
     address: str
     role: str
-    host: str  # the name that its certificate is for
+    host: str  # the name in the server's certificate
     tls: Tls
     credentials: Credentials
-    pins: tuple[bytes, ...] = ()  # certificates that were judged good, the oldest first
-    why: str = ""  # what was wrong with the one found last, or with ours: the end of a sentence about the peer
+    pins: tuple[bytes, ...] = ()  # certificates that were accepted, the oldest first
+    why: str = ""  # the fault of the certificate found last, or of ours, as the end of a sentence about the server
     looks: int = 0
     _looking: threading.Lock = field(default_factory=threading.Lock)
 
     def look(self, timeout: float) -> None:
-        """Look who is there now. Blocks up to `timeout`. Who asks while another one looks takes what that one finds."""
+        """Look at the server now. Blocks up to `timeout`. If another thread is looking already, takes its result."""
         before = self.looks
         with self._looking:
             if self.looks == before:
@@ -80,7 +81,7 @@ class Belief:
         self.why = self._named(reasons[-1])
 
     def _named(self, why: str) -> str:
-        """With the files that it speaks of."""
+        """Return the fault with the paths of the files that it mentions."""
         if "it does not accept us" in why:
             why = f"{why}: ours is {self.credentials.certificate_path}{self._own_fault()}"
         return why.replace("our ca.pem", str(self.credentials.ca_path))
@@ -89,11 +90,11 @@ class Belief:
         try:
             self.tls.judge(self.credentials.certificate, ROLES)
         except PermissionDeniedError as error:
-            return f", of which we think ourselves that {error}"
+            return f", in which this process itself finds a fault: {error}"
         return ""
 
     def failure(self, error: grpc.RpcError | None = None) -> grpc.aio.AioRpcError:
-        """Return the error of a call that did not get there, or was cut off, with the reason that was found."""
+        """Return the error of a call that did not arrive or was cut off, with the fault that was found."""
         details = f"{NOT_CONNECTED} to {self.address}"
         none: Any = grpc.aio.Metadata()
         if error is not None:
@@ -103,7 +104,7 @@ class Belief:
 
 
 def was_not_sent(error: Any) -> bool:
-    """Whether gRPC says so of a call that failed."""
+    """Whether gRPC reports for a failed call that it was not sent."""
     return error.code() is grpc.StatusCode.UNAVAILABLE and NOT_CONNECTED in (error.details() or "").lower()
 
 
@@ -112,7 +113,7 @@ _beliefs_lock = threading.Lock()
 
 
 def belief_of(address: str, role: str, host: str, tls: Tls, credentials: Credentials) -> Belief:
-    """Return what this process knows of who serves there: the next channel need not look."""
+    """Return this process's knowledge of a server, so that a later channel need not look again."""
     key = address, host, credentials
     with _beliefs_lock:
         known = _beliefs.get(key)
@@ -125,12 +126,12 @@ def belief_of(address: str, role: str, host: str, tls: Tls, credentials: Credent
 
 @dataclass(slots=True)
 class _Made:
-    """Channels for what is believed now, and those before."""
+    """The channels for what is known now, and earlier ones."""
 
     belief: Belief
     make: Callable[[bytes], Any]
     channels: list[tuple[tuple[bytes, ...], Any]] = field(default_factory=list)
-    failed_since: bool = False  # a call failed since somebody looked
+    failed_since: bool = False  # a call has failed since the last look
     closed: bool = False
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -142,11 +143,12 @@ class _Made:
         self.failed_since = False
 
     def now(self) -> tuple[Any, list[Any]]:
-        """The channel of now, and those that nobody has used for long. Raises what says that none is believed."""
+        """Return the current channel, and channels to close because they have not been used for long. Raises the error
+        of a failed look if no certificate was accepted."""
         belief = self.belief
         with self.lock:
             if self.closed:
-                raise ValueError("Cannot invoke RPC on closed channel!")  # as gRPC's own channels say it
+                raise ValueError("Cannot invoke RPC on closed channel!")  # the text of gRPC's own channels
             if not belief.pins:
                 raise belief.failure()
             if not self.channels or self.channels[-1][0] != belief.pins:
@@ -179,12 +181,12 @@ def _left(timeout: float | None, begun: float) -> float | None:
 
 
 def _blames_the_network(error: Any) -> bool:
-    """Whether nobody has answered the call: the coordinator's own answers have metadata."""
+    """Whether the call got no answer from a server: the coordinator's own answers have metadata."""
     return error.code() is grpc.StatusCode.UNAVAILABLE and not error.trailing_metadata()
 
 
 class _Later(grpc.Future):  # type: ignore[type-arg]
-    """The answer to a call that is made on a thread of its own, because somebody has to be looked at before."""
+    """The answer to a call that runs on a thread of its own, because the server must be looked at first."""
 
     def __init__(self, call: Callable[[], Any]) -> None:
         self._answer: concurrent.futures.Future[Any] = concurrent.futures.Future()
@@ -195,11 +197,11 @@ class _Later(grpc.Future):  # type: ignore[type-arg]
             return
         try:
             self._answer.set_result(call())
-        except BaseException as error:  # noqa: BLE001 - the caller's
+        except BaseException as error:  # noqa: BLE001 - it is raised to the caller
             self._answer.set_exception(error)
 
     def cancel(self) -> bool:
-        """Its call goes on, until its own timeout, if it has begun."""
+        """Cancel the answer. If the call has begun, it goes on until its own timeout."""
         return self._answer.cancel()
 
     def cancelled(self) -> bool:
@@ -234,7 +236,7 @@ class _Later(grpc.Future):  # type: ignore[type-arg]
 
 
 class _Call:
-    """A method, over the channel of now."""
+    """A method, called over the current channel."""
 
     def __init__(self, made: _Made, how: tuple[Any, ...], words: dict[str, Any]) -> None:
         self._made = made
@@ -274,7 +276,7 @@ class _Call:
         return self._now().with_call(request, timeout=timeout, **words)
 
     def future(self, request: Any, timeout: float | None = None, **words: Any) -> Any:
-        """Without waiting for anything."""
+        """Start the call without waiting."""
         if self._made.wants_look():
             return _Later(lambda: self(request, timeout, **words))
         answer = self._now().future(request, timeout=timeout, **words)
@@ -287,16 +289,16 @@ class _Call:
 
 
 class _UnaryOnly:
-    """Refuses calls that stream: no RPC of ours does, and no rule lets anybody make one."""
+    """Refuses streaming calls: no RPC of ours streams, and no rule allows one."""
 
     def unary_stream(self, *_how: Any, **_words: Any) -> Any:
-        raise NotImplementedError("calls that stream have no rules: nobody may make them")
+        raise NotImplementedError("streaming calls are refused, because no rule allows them")
 
     stream_unary = stream_stream = unary_stream
 
 
 class BelievedChannel(_UnaryOnly, grpc.Channel):
-    """A channel to whom is believed, for threads."""
+    """A channel to a verified server, for threads."""
 
     def __init__(self, belief: Belief, options: Options) -> None:
         given = _options(belief, options)
@@ -305,17 +307,17 @@ class BelievedChannel(_UnaryOnly, grpc.Channel):
         )
 
     def unary_unary(self, *how: Any, **words: Any) -> Any:
-        """See grpc. Its calls look who is there, where nobody has."""
+        """See grpc. The calls look at the server if that was not done before."""
         return _Call(self._made, how, words)
 
     def subscribe(self, callback: Any, try_to_connect: bool | None = False) -> None:
-        raise NotImplementedError("nobody watches it: a call says whether it leads anywhere")
+        raise NotImplementedError("this channel reports no connectivity: a call shows whether the server is reachable")
 
     def unsubscribe(self, callback: Any) -> None:
-        raise NotImplementedError("nobody watches it")
+        raise NotImplementedError("this channel reports no connectivity")
 
     def close(self) -> None:
-        """Close what it has made; calls under way fail."""
+        """Close all channels made so far; calls in progress fail."""
         for each in self._made.close():
             each.close()
 
@@ -327,7 +329,7 @@ class BelievedChannel(_UnaryOnly, grpc.Channel):
 
 
 class _AioCall:
-    """A method, over the channel of now."""
+    """A method, called over the current channel."""
 
     def __init__(self, made: _Made, how: tuple[Any, ...], words: dict[str, Any]) -> None:
         self._made = made
@@ -371,20 +373,20 @@ class BelievedAioChannel(_UnaryOnly, grpc.aio.Channel):
         )
 
     def unary_unary(self, *how: Any, **words: Any) -> Any:
-        """See grpc. Its calls look who is there, where nobody has."""
+        """See grpc. The calls look at the server if that was not done before."""
         return _AioCall(self._made, how, words)
 
     def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
-        raise NotImplementedError("a call says whether it leads anywhere")
+        raise NotImplementedError("this channel reports no connectivity: a call shows whether the server is reachable")
 
     async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
-        raise NotImplementedError("nobody watches it")
+        raise NotImplementedError("this channel reports no connectivity")
 
     async def channel_ready(self) -> None:
-        raise NotImplementedError("nobody waits for it")
+        raise NotImplementedError("this channel reports no connectivity")
 
     async def close(self, grace: float | None = None) -> None:
-        """Close what it has made; calls under way fail."""
+        """Close all channels made so far; calls in progress fail."""
         for each in self._made.close():
             await each.close(grace)
 

@@ -376,7 +376,7 @@ def test_up_restarts_what_dies_and_keeps_what_it_had(tmp_path: Path, kept_port: 
                         said = up.stderr.readline()
                 assert (client.open("kept").read() == 7).all()
             taken = run_smb("up", "--listen", "127.0.0.1:0", "--data-dir", str(tmp_path / "kept"))
-            assert "another one runs with" in taken.stderr
+            assert "another cluster uses" in taken.stderr
             up.send_signal(signal.SIGINT)
             up.communicate(timeout=DEADLINE_SECONDS)
             assert up.returncode == 0

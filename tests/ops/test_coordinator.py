@@ -543,7 +543,7 @@ def test_a_start_that_cannot_be_says_why_in_one_line(daemons: Daemons, daemon: D
             (daemon.address, "fresh", "Address already in use"),
             ("127.0.0.1:0", "state", "in use by another coordinator"),
             ("127.0.0.1:0", "etcd://127.0.0.1:2379", "it names no prefix"),
-            ("nonsense", "fresh", "is no address"),
+            ("nonsense", "fresh", "an address must be HOST:PORT"),
         ):
             place = state if "://" in state else str(daemons.directory / state)
             failed = daemons.coordinator(listen=listen, state=place)

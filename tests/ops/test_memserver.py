@@ -259,11 +259,11 @@ def test_a_start_that_cannot_be_says_why_in_one_line(daemons: Daemons, tmp_path:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         for options, told in (
-            (["--capacity", "lots"], "is no size"),
+            (["--capacity", "lots"], "a size must be a number and a unit"),
             (["--capacity", "0"], "more than 0"),
-            (["--capacity", "32PiB"], "is no size"),
+            (["--capacity", "32PiB"], "a size must be a number and a unit"),
             (["--capacity", "8192TiB"], "is more than"),
-            (["--memory-dir", str(tmp_path / "nowhere")], "is no directory"),
+            (["--memory-dir", str(tmp_path / "nowhere")], "is not a directory"),
             (["--memory-dir", "/proc"], "cannot write into --memory-dir /proc"),
             (["--memory-dir", str(_long_directory(tmp_path))], "longer than the system's 107 bytes"),
             (["--name", "a/b"], '--name "a/b"'),
@@ -271,7 +271,7 @@ def test_a_start_that_cannot_be_says_why_in_one_line(daemons: Daemons, tmp_path:
             (["--listen", f"127.0.0.1:{port}"], f"cannot listen on 127.0.0.1 port {port}: Address already in use"),
             (["--listen", "no.such.host.invalid:0"], "--listen no.such.host.invalid"),
             (["--metrics", f"127.0.0.1:{port}"], f"cannot listen on 127.0.0.1:{port}: Address already in use"),
-            (["--coordinator", "somewhere"], "is no address"),
+            (["--coordinator", "somewhere"], "an address must be HOST:PORT"),
         ):
             failed = daemons.memory_server("127.0.0.1:9", "a", *options)
             assert failed.wait() == 1, failed.log.read_text()

@@ -94,7 +94,7 @@ def fattened(make: Callable[[], Any], where: tuple[str, ...] = ()) -> Iterator[t
 def test_every_field_of_every_request_has_a_bound(request_type: Any) -> None:
     """Each text, secret, list and map is refused by its name beyond its bound, also in messages within messages."""
     for name, request in fattened(getattr(pb, request_type.name)):
-        with pytest.raises(errors.InvalidArgumentError, match=rf"{name} has \d+ \w+; it may have \d+"):
+        with pytest.raises(errors.InvalidArgumentError, match=rf"{name} has \d+ \w+; it may have at most \d+"):
             check_bounds(request)
     check_bounds(getattr(pb, request_type.name)())
 
@@ -128,7 +128,7 @@ def test_bytes_within_a_list_or_map_have_a_bound() -> None:
     check_bounds(made(listed=[b"x" * 255], named={"a": b"x" * 255}))
     for request in (made(listed=[b"x" * 256]), made(named={"a": b"x" * 256})):
         with pytest.raises(
-            errors.InvalidArgumentError, match=r"an item of Secrets: \w+ has 256 bytes; it may have 255"
+            errors.InvalidArgumentError, match=r"an item of Secrets: \w+ has 256 bytes; it may have at most 255"
         ):
             check_bounds(request)
 
@@ -312,4 +312,4 @@ def test_a_memory_server_asks_too(place: tuple[Daemons, Path]) -> None:
         with pytest.raises(grpc.RpcError) as refused:
             stub.CreateSegment(pb.CreateSegmentRequest(id=1, epoch=1, dtype="x" * 1000), timeout=10)
     assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert refused.value.details() == "CreateSegment: dtype has 1000 characters; it may have 255"
+    assert refused.value.details() == "CreateSegment: dtype has 1000 characters; it may have at most 255"

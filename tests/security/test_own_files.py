@@ -91,7 +91,7 @@ def test_a_state_directory_of_ones_own_is_taken(place: Path) -> None:
     told = output_as(DAEMON, STATE, *good).splitlines()
     assert [line for line in told if line.startswith("taken")] == [f"taken {path} {FILES}" for path in good]
     assert [line for line in told if not line.startswith("taken")] == [
-        f"--state {good[1]} can be written to by others (drwxrwsr-x), who can remove what is in it"
+        f"--state {good[1]} can be written to by others (drwxrwsr-x), who can remove the files in it"
     ]
     assert good[-1].stat().st_mode & 0o7777 == 0o700
     for path in good[2].iterdir():
@@ -159,7 +159,7 @@ assert libc.mount(b"tmpfs", os.fsencode(sys.argv[2]), b"tmpfs", 0, b"mode=0777")
     given(place / "v", 0o755, 0)
     told = output_as(DAEMON, volume + STATE, place / "v").splitlines()
     assert told == [
-        f"--state {place}/v can be written to by others (drwxrwxrwx), who can remove what is in it",
+        f"--state {place}/v can be written to by others (drwxrwxrwx), who can remove the files in it",
         f"taken {place}/v {FILES}",
     ]
     planted = f"""

@@ -171,7 +171,7 @@ def test_root_takes_no_other_users_credentials(tmp_path: Path) -> None:
     with sticky() as place:
         (where,) = sets(place, tmp_path / "client", ["one"])
         text = output_as(0, LOAD, where)
-        assert text.count(f"belongs to user {DAEMON}; it has to be of this user, 0, or of root") == 3, text
+        assert text.count(f"belongs to user {DAEMON}; it must belong to this user, 0, or to root") == 3, text
 
 
 def test_credentials_are_checked_as_they_were_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,5 +82,5 @@ def test_quotas_as_text() -> None:
     for text in ("a", "=1", "a=", "a=1KiB,x", "a=1KiB,-1", "a/b=1", "a=many"):
         with pytest.raises(smb.InvalidArgumentError):
             parse_quotas([text])
-    with pytest.raises(smb.InvalidArgumentError, match="one already"):
+    with pytest.raises(smb.InvalidArgumentError, match="has a quota already"):
         parse_quotas(["a=1", "a=2"])

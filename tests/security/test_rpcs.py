@@ -74,7 +74,7 @@ def test_every_rpc_has_a_rule() -> None:
 def test_what_has_no_rule_nobody_may_call() -> None:
     """Deny by default: an unknown method, and a caller without a role."""
     for role in Role:
-        with pytest.raises(PermissionDeniedError, match="Invent has no rule"):
+        with pytest.raises(PermissionDeniedError, match="Invent: no certificate may call this"):
             permit("/smb.v1.Coordinator/Invent", None, Caller(role))
     with pytest.raises(PermissionDeniedError, match="without a role"):
         permit("/smb.v1.Coordinator/ListServers", pb.ListServersRequest(), Caller(None))
@@ -126,7 +126,7 @@ def outcome(opened: grpc.Channel, service: Any, method: Any) -> grpc.StatusCode:
     except grpc.RpcError as error:
         answered = any(key == ANSWERED for key, _ in error.trailing_metadata() or ())
         by_rule = error.code() is grpc.StatusCode.PERMISSION_DENIED and "takes the role" in (error.details() or "")
-        own_name = "may speak for itself" in (error.details() or "")
+        own_name = "may use only its own name" in (error.details() or "")
         if answered and not by_rule and not own_name:
             return grpc.StatusCode.OK  # let in: what it then says of an empty request does not matter here
         return error.code()

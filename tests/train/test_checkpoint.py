@@ -240,8 +240,8 @@ def test_an_index_that_another_client_wrote_is_refused(client: smb.Client) -> No
     good = {"format": 1, "tensors": {"a": tensor}, "objects": {"o": [0, 3]}, "paths": {}}
     cases = {
         json.dumps(good): "",
-        "[" + "[]," * (1 << 21) + "0]": "it has 4194305 commas and opening brackets, and at most 4194304 are parsed",
-        "[" * 1000_000: "it nests too deep",
+        "[" + "[]," * (1 << 21) + "0]": "it has 4194305 commas and opening brackets, but may have at most 4194304",
+        "[" * 1000_000: "it is nested too deep",
         json.dumps(good | {"objects": {"o": [-1, 3]}}): "'o' lies at (-1, 3) of 3 bytes",
         json.dumps(good | {"objects": {"o": [0, 1 << 40]}}): "'o' lies at (0, 1099511627776) of 3 bytes",
         json.dumps(good | {"tensors": {"a": tensor | {"dtype": "load"}}}): "'a' has the dtype 'load'",

@@ -37,7 +37,7 @@ def test_sizes(text: int | str, count: int) -> None:
 )
 def test_what_is_no_size(text: Any) -> None:
     """Anything else, negative or absurd, is refused and named."""
-    with pytest.raises(InvalidArgumentError, match=r"no size|out of range"):
+    with pytest.raises(InvalidArgumentError, match="a size must be"):
         parse_bytes(text)
 
 
@@ -66,5 +66,5 @@ def test_what_is_no_address(text: str) -> None:
 
 def test_ports_have_an_end() -> None:
     """65536 is refused, and the message names the port and the range."""
-    with pytest.raises(InvalidArgumentError, match=r"port 65536 .*0 to 65535"):
+    with pytest.raises(InvalidArgumentError, match="must be from 0 to 65535, not 65536"):
         parse_address("host:65536")

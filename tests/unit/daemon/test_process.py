@@ -108,7 +108,7 @@ def test_a_log_entry_is_one_line(root_log: logging.Logger, capsys: pytest.Captur
     logging.getLogger("coordinator").debug("not shown")
     (line,) = capsys.readouterr().err.splitlines()
     assert line.endswith(r"INFO coordinator: hello one\n2026 ERROR forged\x1b[2J")
-    with pytest.raises(errors.InvalidArgumentError, match="is no log level"):
+    with pytest.raises(errors.InvalidArgumentError, match="the log level must be"):
         start_log("loud")
 
 
