@@ -1,11 +1,12 @@
-"""The memory server: one daemon that owns memory up to its capacity and serves segments of it.
+"""The memory server: one daemon that owns memory up to its capacity and serves segments in it.
 
-The data plane is the C engine's: its threads touch nothing of Python. Here are its life cycle (`daemon`) and the
-control service for the coordinator (`control`). `segments` has what is held, `recovery` finds it again after a restart.
-`registration` reports it to the coordinator, `metrics` to Prometheus. Only `engine` touches the C library.
+The data plane is the C engine, whose threads run no Python. This package has the daemon's life cycle (`daemon`) and the
+control service for the coordinator (`control`). `segments` knows which segments are held, and `recovery` finds them
+again after a restart. `registration` reports them to the coordinator, `metrics` to Prometheus. Only `engine` touches
+the C library.
 """
 
 import os
 
-# Read as gRPC is imported: without it, lines of its C library stand before our own sentence, which says the same.
+# gRPC reads this when it is imported. Otherwise its C library would log the same failures before our own messages.
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")

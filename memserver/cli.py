@@ -19,7 +19,7 @@ from smb.security import credentials as found
 from smb.tools.cli.options import Command, configured, option
 from smb.tools.cli.output import checked_output
 
-_LOOPS_DEFAULT_MAX = 8  # a loop moves several GB/s: more of them would only compete for the memory's bandwidth
+_LOOPS_DEFAULT_MAX = 8  # a loop moves several GB/s, so more of them would only compete for memory bandwidth
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
@@ -89,6 +89,6 @@ def main() -> None:
     try:
         with checked_output():
             app()
-    except Error as error:  # of the configuration, or of the output
+    except Error as error:  # in the configuration or in the output
         sys.stderr.write(f"smb-memserver: {error}\n")
         sys.exit(1)

@@ -1,7 +1,7 @@
-"""The gRPC service: segments and the end of sessions, for the coordinator; queue pairs and keys of RDMA, for clients.
+"""The gRPC service: segments and ended sessions, for the coordinator; queue pairs and keys of RDMA, for clients.
 
-Runs in a few threads of gRPC's pool. With access control a client proves a token with each call about RDMA, as on every
-connection of its data: its certificate alone gives it nothing.
+Runs in a few threads of gRPC's pool. With access control, a client proves a token with each call about RDMA, as on each
+connection for data: its certificate alone gives it no access.
 """
 
 # gRPC calls methods by the names of the .proto.
@@ -50,8 +50,8 @@ from smb.security.roles import Callers, RoleInterceptor, certificate_of
 if TYPE_CHECKING:
     from memserver.rdma_target import RdmaTarget, ReachableMemory
 
-THREADS = 4  # creations of large segments must not keep drops waiting
-STOP_GRACE_S = 5.0  # a segment that is being made is finished
+THREADS = 4  # more than one, so that drops do not wait for creations of large segments
+STOP_GRACE_S = 5.0  # so that a segment that is being made can be finished
 
 _log = logging.getLogger("memserver")
 _CODES: dict[type[Error], grpc.StatusCode] = {
@@ -63,13 +63,13 @@ _CODES: dict[type[Error], grpc.StatusCode] = {
     NotReadyError: grpc.StatusCode.FAILED_PRECONDITION,
 }
 Reply = TypeVar("Reply")
-# (session, what it shows of a token and the proof, bond of the caller) -> seconds that it is good for;
-# PermissionDeniedError.
+# Arguments: session, token with its proof, and bond of the caller. Returns for how many seconds the token is valid;
+# raises PermissionDeniedError.
 CheckProof: TypeAlias = Callable[[int, Token, bytes], float]
 
 
 class ControlService(MemoryServerServicer):
-    """control.proto's MemoryServer; its comments there are the reference."""
+    """The service MemoryServer of control.proto, whose comments are the reference."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class ControlService(MemoryServerServicer):
         stamps: Stamps,
         check_proof: CheckProof | None = None,
     ) -> None:
-        """check_proof None: no tokens are asked for."""
+        """`check_proof` None: no tokens are required."""
         self._stamps = stamps
         self._replication = replication
         self._segments = segments
@@ -90,11 +90,14 @@ class ControlService(MemoryServerServicer):
 
         def create() -> pb.CreateSegmentReply:
             failpoint("memserver.create.asked")
-            if request.HasField("stamp"):  # first: a record is in that store
+            if request.HasField("stamp"):  # first, because that store has a record of the segment
                 self._stamps.learn(stamp_of(request.stamp))
             dtype = DTYPES.get(request.dtype)
             if dtype is None or request.id == 0 or request.epoch == 0:
-                raise InvalidArgumentError(f"segment {request.id:016x}, epoch {request.epoch}, dtype {request.dtype!r}")
+                raise InvalidArgumentError(
+                    f"create segment: id {request.id:016x} and epoch {request.epoch} must not be 0, and dtype "
+                    f"{request.dtype!r} must be a known one"
+                )
             self._segments.create(
                 SegmentForm(request.id, request.epoch, dtype.number, request.nbytes, request.chunk_bytes),
                 request.token_floor,
@@ -168,7 +171,7 @@ class ControlService(MemoryServerServicer):
             end, slots = self._rdma.connect(request.session_id, request.client)
             if self._segments.has_ended(
                 request.session_id
-            ):  # meanwhile: the coordinator's message missed the connection
+            ):  # the session has ended meanwhile, and the coordinator's message came before the connection
                 self._rdma.end_session(request.session_id)
             return pb.ConnectVerbsReply(
                 server=pb.VerbsEnd(
@@ -187,23 +190,25 @@ class ControlService(MemoryServerServicer):
 
         def open_segment() -> pb.OpenSegmentVerbsReply:
             self._check_session(request.session_id)
-            refused = f"segment {request.segment_id:016x} has two copies, or may move: RDMA would change one"
+            refused = f"segment {request.segment_id:016x} has two copies, or may move: RDMA would change one only"
             if self._replication.has(request.segment_id):
                 raise InvalidArgumentError(refused)
             if self._check_proof is not None and request.token.segment_id != request.segment_id:
-                raise PermissionDeniedError(f"keys for segment {request.segment_id:016x} take its own token")
+                raise PermissionDeniedError(
+                    f"RDMA keys for segment {request.segment_id:016x} need that segment's token, not one of another"
+                )
             left_s = self._proved(request.session_id, request.token, context)
             epoch = request.epoch if self._check_proof is None else request.token.epoch
             writable = request.writable and (self._check_proof is None or bool(request.token.rights & RIGHT_WRITE))
             until = time.monotonic() + left_s
             opened = self._rdma.open_segment(request.session_id, request.segment_id, epoch, writable, until)
-            # Last: it is bound for good, and nobody has been told of the keys.
+            # This comes last, because the segment then stays here for good. The keys have not been sent yet.
             if not self._segments.bind(request.segment_id):
                 self._rdma.forget_segment(request.segment_id)
                 raise InvalidArgumentError(refused)
             if request.segment_id not in self._segments.ids():  # dropped meanwhile
                 self._rdma.forget_segment(request.segment_id)
-                raise NotFoundError(f"segment {request.segment_id:016x} was dropped")
+                raise NotFoundError(f"segment {request.segment_id:016x} was dropped meanwhile; open the buffer again")
             return pb.OpenSegmentVerbsReply(
                 data=_remote(opened.data),
                 states=_remote(opened.states),
@@ -219,7 +224,7 @@ class ControlService(MemoryServerServicer):
 
         def close() -> pb.CloseVerbsReply:
             if request.session_id == 0:
-                raise InvalidArgumentError("session 0 is none")
+                raise InvalidArgumentError("a session's id must not be 0")
             self._proved(request.session_id, request.token, context)
             self._rdma.close_connection(request.session_id)
             return pb.CloseVerbsReply()
@@ -227,7 +232,7 @@ class ControlService(MemoryServerServicer):
         return _answer(context, close)
 
     def _proved(self, session_id: int, shown: pb.TokenProof, context: grpc.ServicerContext) -> float:
-        """Return for how many seconds the session may use what it shows. Raises as Engine.check_proof."""
+        """Return for how many seconds the session may use its token. Raises as Engine.check_proof."""
         if self._check_proof is None:
             return math.inf
         return self._check_proof(
@@ -238,13 +243,13 @@ class ControlService(MemoryServerServicer):
 
     def _check_session(self, session_id: int) -> None:
         if session_id == 0:
-            raise InvalidArgumentError("session 0 is none")
+            raise InvalidArgumentError("a session's id must not be 0")
         if self._segments.has_ended(session_id):
-            raise InvalidArgumentError(f"session {session_id:016x} has ended")
+            raise InvalidArgumentError(f"session {session_id:016x} has ended; connect again")
 
 
 class ControlServer:
-    """Serves the ControlService. `close` it."""
+    """Serves the ControlService. Call `close` at the end."""
 
     def __init__(
         self,
@@ -257,7 +262,8 @@ class ControlServer:
         credentials: Credentials | None = None,
         check_proof: CheckProof | None = None,
     ) -> None:
-        """Listen and serve; port 0: a free one; check_proof goes with credentials. Raises UnavailableError."""
+        """Listen and serve. Port 0 picks a free one; `check_proof` is given with credentials. Raises
+        UnavailableError."""
         guards: list[grpc.ServerInterceptor[Any, Any]] = [Bounds()]
         if credentials is not None:
             guards.append(RoleInterceptor(Callers(Current(credentials))))
@@ -267,11 +273,13 @@ class ControlServer:
         add_MemoryServerServicer_to_server(service, self._server)  # type: ignore[no-untyped-call]
         self.port = add_port(self._server, format_address(host, port), credentials)
         if self.port == 0:
-            raise UnavailableError(f"cannot listen on {host} for the coordinator")
+            raise UnavailableError(
+                f"cannot listen on {host} port {port} for the coordinator; choose another address with --control"
+            )
         self._server.start()
 
     def close(self) -> None:
-        """Take no more calls, finish those under way. Blocks for at most STOP_GRACE_S."""
+        """Refuse new calls and finish those in progress. Blocks for at most STOP_GRACE_S."""
         self._server.stop(STOP_GRACE_S).wait()
 
 
@@ -281,7 +289,7 @@ def _remote(memory: ReachableMemory) -> pb.RemoteMemory:
 
 def _answer(context: grpc.ServicerContext, act: Callable[[], Reply]) -> Reply:
     if not context.is_active():
-        # It waited in the queue until its deadline passed; the coordinator has given it up.
+        # The call waited in the queue until its deadline; the coordinator has given it up.
         context.abort(grpc.StatusCode.CANCELLED, "too late")
     try:
         return act()

@@ -1,7 +1,7 @@
 """Copies segments to new backups (docs/decisions/0025), one part of one segment at a time, at a bounded rate.
 
-The engine sends; here is decided when. One thread, at work only while there is something to copy. A copy that is whole
-or was given up stays in `progress` until the coordinator has given the segment other roles.
+The engine sends; this module decides when. It has one thread, which runs only while there is something to copy. A copy
+that is whole or was given up stays in `progress` until the coordinator has given the segment other roles.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from memserver.threads import Begin, begin
 from smb.errors import Error
 from smb.rpc import control_pb2 as pb
 
-PART_BYTES = 1 << 20  # less at a low rate: a chunk at least
-PAUSE_S = 0.001  # where the engine says that it is busy; it has waited itself, but for a record or a chunk's lock
-SLACK_S = 0.05  # of the rate: so much is sent at once, also after a pause
+PART_BYTES = 1 << 20  # upper bound of a part; at a low rate it is smaller, but at least a chunk
+PAUSE_S = 0.001  # after the engine was busy; it has waited itself, except for a record or a chunk's lock
+SLACK_S = 0.05  # at most the bytes of this time are sent at once, also after a pause
 
 _log = logging.getLogger("memserver")
 
@@ -34,7 +34,7 @@ class _Copy:
 
 
 class Copier:
-    """`close` it. Methods may be called from any thread."""
+    """Makes the copies. Call `close` at the end. Methods may be called from any thread."""
 
     def __init__(
         self,
@@ -44,12 +44,12 @@ class Copier:
         clock: Callable[[], float] = time.monotonic,
         begin: Begin = begin,
     ) -> None:
-        """`rate`: bytes per second, 0: no bound. `on_news`: a copy is whole, or was given up. `clock`: seconds, of any
-        beginning. `begin` begins the thread.
+        """`rate`: bytes per second; 0: unbounded. `on_news` is called when a copy is whole or was given up. `clock`
+        returns seconds. `begin` starts the thread.
         """
         self._clock, self._begin = clock, begin
-        self._turns: list[tuple[int, _Copy]] = []  # of this round
-        self._paid_until = 0.0  # the rate allows what was sent up to now
+        self._turns: list[tuple[int, _Copy]] = []  # the copies left in this round
+        self._paid_until = 0.0  # the moment at which the rate has allowed all bytes sent so far
         self._engine = engine
         self._rate = rate
         self._part_bytes = max(min(PART_BYTES, int(rate * SLACK_S)), 1) if rate else PART_BYTES
@@ -60,7 +60,7 @@ class Copier:
         self._thread: threading.Thread | None = None
 
     def want(self, epochs: Mapping[int, int]) -> None:
-        """Take which segments are to be copied, all of them, and in which epoch."""
+        """Set all segments to copy, with the epoch of each."""
         with self._lock:
             for gone in self._copies.keys() - epochs.keys():
                 del self._copies[gone]
@@ -77,8 +77,8 @@ class Copier:
             self._copies.pop(segment_id, None)
 
     def give_up(self, segment_id: int, epoch: int) -> bool:
-        """Go on without the copy of that epoch, as its server cannot be reached; return whether that can be decided
-        here. Once it was said to be whole only the coordinator can.
+        """Give up the copy of that epoch, because its server cannot be reached. Returns False if this server cannot
+        decide that: once a copy was reported as whole, only the coordinator can.
         """
         with self._lock:
             copy = self._copies.get(segment_id)
@@ -86,12 +86,12 @@ class Copier:
             return False
         if not self._engine.abandon_copy(segment_id, epoch):
             return copy.state is CopyStep.GONE
-        _log.warning("segment %016x: its new copy is given up, as its server cannot be reached", segment_id)
+        _log.warning("segment %016x: its new copy is given up, because its server cannot be reached", segment_id)
         self._ended(copy, CopyStep.GONE)
         return True
 
     def progress(self) -> list[pb.CopyProgress]:
-        """Return how far each of them is."""
+        """Return the progress of each copy."""
         now = self._clock()
         with self._lock:
             return [
@@ -115,7 +115,7 @@ class Copier:
             self._thread.join()
 
     def _unfinished(self) -> list[tuple[int, _Copy]]:
-        """With the lock."""
+        """Return the copies in progress. The caller holds the lock."""
         return [item for item in self._copies.items() if item[1].state in (CopyStep.MORE, CopyStep.BUSY)]
 
     def _run(self) -> None:
@@ -129,8 +129,8 @@ class Copier:
                 self._sleep(pause_s)
 
     def turn(self) -> float | None:
-        """Send a part of the copy whose turn it is; return for how many seconds to pause then. None: there is nothing
-        to copy. By one thread.
+        """Send a part of the next copy, and return for how many seconds to pause then; None: no copy is left. Called by
+        one thread only.
         """
         if not self._turns:
             with self._lock:
@@ -149,7 +149,7 @@ class Copier:
             self._lock.wait_for(lambda: self._stopping, seconds)
 
     def _part(self, segment_id: int, copy: _Copy) -> int:
-        """Send a part; return its bytes."""
+        """Send a part, and return its bytes."""
         before = copy.copied
         try:
             state, copied, total = self._engine.copy(segment_id, copy.epoch, self._part_bytes)
@@ -157,7 +157,7 @@ class Copier:
             _log.warning("segment %016x: its new copy is given up: %s", segment_id, error)
             state, copied, total = CopyStep.GONE, 0, 0
         if state is CopyStep.GONE:
-            self._engine.abandon_copy(segment_id, copy.epoch)  # it may have failed there
+            self._engine.abandon_copy(segment_id, copy.epoch)  # the failure may have been in the engine
         if state in (CopyStep.WHOLE, CopyStep.GONE):
             self._ended(copy, state)
         else:

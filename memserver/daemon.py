@@ -1,7 +1,8 @@
-"""The memory server's life: take the name, find what an earlier run left, serve, register, and all of it back again.
+"""The memory server's life: take the name, find what an earlier run left, serve, register, and undo all of it at the
+end.
 
-Threads: the main one waits for signals, which our others block; the engine's loops serve data; gRPC's pool
-makes and drops segments; one thread keeps the registration; the pages have theirs.
+Threads: the main thread waits for signals, which the other threads block. The engine's loops serve data, gRPC's pool
+makes and drops segments, one thread keeps the registration, and the pages have their own.
 """
 
 from __future__ import annotations
@@ -116,11 +117,11 @@ def run(options: ServerOptions) -> None:
 
 
 class _StopSignals:
-    """Stop signals as bytes in a socket, from the beginning of the context to its end; none ends us by itself.
+    """Turns stop signals into bytes in a socket, for the time of the context, so that none ends the process by itself.
 
-    Threads that are started before wait() inherit a mask with all of them blocked. That is not enough: a library
-    (numpy's arithmetic) starts threads as it is imported, which do not block them, and get what the main one does not
-    take. So there is a handler, and Python writes into the socket, whichever thread the signal hit.
+    Threads that are started before wait() inherit a mask that blocks these signals. That is not enough: a library
+    (numpy's arithmetic) starts threads when it is imported, which do not block them and get the signals that the main
+    thread does not take. So there is also a handler, and Python writes into the socket whichever thread the signal hit.
     """
 
     def __enter__(self) -> _StopSignals:
@@ -133,7 +134,7 @@ class _StopSignals:
         return self
 
     def wait(self) -> None:
-        """Wait for the first of them; blocks. One that came since the beginning counts."""
+        """Block until the first stop signal. A signal since the beginning of the context counts."""
         signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
         self._woken.recv(1)
 
@@ -147,12 +148,12 @@ class _StopSignals:
 
 
 def _start(options: ServerOptions, leaving: ExitStack, failures: list[Error]) -> Segments:
-    """Start all parts in the order in which they need each other; `leaving` stops them in the reverse one."""
+    """Start all parts in the order of their dependencies; `leaving` stops them in the reverse order."""
     end_with_owner()
     if options.credentials is not None:
         keep_secrets()
     host, port = parse_address(options.listen)
-    numeric = _numeric(host)  # an unknown name is reported as such
+    numeric = _numeric(host)  # first, so that an unknown name is reported as such
     check_exposure("a memory server", host, options.credentials, options.insecure)
     memory_dir = MemoryDirectory(take_memory_directory(options.memory_dir), options.name)
     leaving.callback(memory_dir.close)
@@ -179,7 +180,7 @@ def _start(options: ServerOptions, leaving: ExitStack, failures: list[Error]) ->
     verbs = None if options.data_tls == tls.ON or options.verbs is None else settings_of(options.verbs)
     rdma = RdmaTarget(engine, instance_id, verbs)
     if options.data_tls == tls.ON:
-        rdma.why_not = "its data goes over TLS alone (--data-tls on), and RDMA encrypts nothing"
+        rdma.why_not = "its data uses TLS only (--data-tls on), and RDMA is not encrypted"
     leaving.callback(rdma.close)
     segments.on_end = rdma.end_session
     check_proof = engine.check_proof if options.credentials is not None else None
@@ -238,7 +239,7 @@ def _start(options: ServerOptions, leaving: ExitStack, failures: list[Error]) ->
                 raise failure
             if options.ready_file is not None:
                 write_ready_file(options.ready_file, address=address, metrics=pages.address, name=options.name)
-        except Error as error:  # we are in the registration's thread; the main one waits for a signal
+        except Error as error:  # this runs in the registration's thread, while the main thread waits for a signal
             failures.append(error)
             os.kill(os.getpid(), signal.SIGTERM)
 
@@ -263,21 +264,21 @@ def _start(options: ServerOptions, leaving: ExitStack, failures: list[Error]) ->
     )
     health.registration = Registration(registrant, options.credentials, replication, relays)
     leaving.callback(health.registration.close)
-    # Not once registered: data is served while there is no coordinator, and the supervisor would give us up.
-    gc.freeze()  # modules stay for good: neither the collector nor the process's end has to look at them
+    # Ready before it is registered: data is served even without a coordinator, and the supervisor must not give up.
+    gc.freeze()  # modules stay for good, so neither the collector nor the process's end has to visit them
     notify("READY=1", f"STATUS=serving at {address}")
     return segments
 
 
 def _feed_watchdog(served: Segments, interval_s: float, stop: threading.Event) -> None:
-    """Tell the supervisor's watchdog of us, as long as the engine answers."""
+    """Tell the supervisor's watchdog at each interval that the engine answers."""
     while not stop.wait(interval_s):
-        served.used_bytes()  # hangs where the engine's locks are never given back
+        served.used_bytes()  # hangs if one of the engine's locks is never released
         notify("WATCHDOG=1")
 
 
 class _Health:
-    """The answer of /healthz. Serving without the coordinator is healthy: data goes on."""
+    """The answer of /healthz. A server without its coordinator is healthy, because it goes on serving data."""
 
     def __init__(self, options: ServerOptions, address: str, segments: Segments, life: Life) -> None:
         self._options = options
@@ -287,13 +288,13 @@ class _Health:
         self.registration: Registration | None = None
 
     def life(self) -> Life:
-        """Return what metrics tell of this run, as it is now."""
+        """Return the metrics of this run as they are now."""
         self._life.connected = self.connected()
         self._life.leases_lost = self.registration.leases_lost if self.registration is not None else 0
         return self._life
 
     def connected(self) -> bool:
-        """Whether the coordinator answered the last time."""
+        """Whether the coordinator answered the last call."""
         return self.registration is not None and self.registration.connected()
 
     def show(self) -> Mapping[str, Any]:
@@ -313,34 +314,34 @@ class _Health:
 
 def _check(options: ServerOptions) -> None:
     if not _NAME.fullmatch(options.name):
-        raise InvalidArgumentError(f'--name "{options.name}": use 1 to 64 characters of A-Z a-z 0-9 . _ -')
+        raise InvalidArgumentError(f'--name must be 1 to 64 characters of A-Z a-z 0-9 . _ -, not "{options.name}"')
     if options.capacity_bytes <= 0:
-        raise InvalidArgumentError("--capacity must be more than 0")
+        raise InvalidArgumentError(f"--capacity must be more than 0, not {options.capacity_bytes}")
     if not 1 <= options.loops <= LOOPS_MAX:
-        raise InvalidArgumentError(f"--loops {options.loops}: use 1 to {LOOPS_MAX}")
+        raise InvalidArgumentError(f"--loops must be from 1 to {LOOPS_MAX}, not {options.loops}")
     check_weight("--weight", options.weight)
     if options.verbs is not None:
         settings_of(options.verbs)
     tls.is_on(options.data_tls, options.credentials)
     if any(parse_address(address)[1] == 0 for address in parse_addresses(options.coordinator)):
-        raise InvalidArgumentError(f"--coordinator {options.coordinator}: port 0 cannot be connected to")
+        raise InvalidArgumentError(f"--coordinator {options.coordinator}: port 0 cannot be connected to; give its port")
 
 
 def _shown_to_others(metrics: str, reachable: str) -> str:
-    """Return where others find the pages: an address that stands for all of this host's is none of them."""
+    """Return the address under which others reach the pages; a wildcard address is replaced by `reachable`."""
     host, port = parse_address(metrics)
     return format_address(reachable, port) if host in _ANY_ADDRESS else metrics
 
 
 def _advertised(advertise: str) -> tuple[str, int]:
-    """Return --advertise as (host, port); port 0: none was given."""
+    """Return --advertise as (host, port). Port 0: no port was given."""
     if advertise.startswith("[") or advertise.count(":") == 1:
         return parse_address(advertise)
     return advertise, 0
 
 
 def _numeric(host: str) -> str:
-    """Return the host as a numeric address that we can listen on; the engine resolves no names."""
+    """Return the host as a numeric address to listen on; the engine resolves no names."""
     try:
         return bindable(host, 0)[1]
     except OSError as error:
@@ -348,11 +349,11 @@ def _numeric(host: str) -> str:
 
 
 def _address_towards(coordinator: str) -> str:
-    """Return our address on the way to the coordinator. Sends nothing: connecting a datagram socket only picks the
-    route.
+    """Return the local address on the route to the coordinator. Sends nothing: connecting a datagram socket only picks
+    the route.
     """
     why = ""
-    for address in parse_addresses(coordinator):  # one of several may have no address now
+    for address in parse_addresses(coordinator):  # some of the coordinators may be unresolvable now
         host, port = parse_address(address)
         try:
             found = addresses_of(host, port, socket.SOCK_DGRAM)
@@ -366,4 +367,6 @@ def _address_towards(coordinator: str) -> str:
                     return str(probe.getsockname()[0])
             except OSError as error:
                 why = why or error.strerror or str(error)
-    raise UnavailableError(f"cannot tell by which address clients reach us ({why}); give it with --advertise")
+    raise UnavailableError(
+        f"cannot find the address by which clients reach this host ({why}); give it with --advertise"
+    )

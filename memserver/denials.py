@@ -1,7 +1,7 @@
-"""Requests that this server refused, as clients had no right to them: lines in the log, bounded.
+"""Log lines about requests that this server refused because the client had no right to them. Their number is bounded.
 
-The engine counts them by session, segment and kind. Names come from the coordinator, with its answer to a renewal: what
-is found at one renewal is logged at the next, when the names are there.
+The engine counts such requests by session, segment and kind. Names come from the coordinator, in its answer to a
+renewal: requests found at one renewal are logged at the next, when the names are known.
 """
 
 from __future__ import annotations
@@ -13,27 +13,27 @@ from dataclasses import replace
 
 from memserver.engine import Denial
 
-EVERY_S = 60.0  # a session's next line comes no sooner
-LINES_MAX = 20  # in EVERY_S, of all sessions
-KINDS_MAX = 4  # in a line
+EVERY_S = 60.0  # at least this time passes between two lines about one session
+LINES_MAX = 20  # per EVERY_S, for all sessions together
+KINDS_MAX = 4  # kinds of requests in one line
 
 _log = logging.getLogger("access")
 
 
 class DeniedRequests:
-    """Says in the log who asked for what without a right to it. For one thread."""
+    """Logs which client asked for what without a right to it. For one thread."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
-        self._found: dict[tuple[int, bool], list[Denial]] = {}  # by (session, proven), still to be logged
-        self._left_out = 0  # requests of which no line will tell more
+        self._found: dict[tuple[int, bool], list[Denial]] = {}  # by (session, proven), not logged yet
+        self._left_out = 0  # requests that get no line of their own
         self._logged: dict[tuple[int, bool], float] = {}
-        self._logged_at = float("-inf")  # of what was left out
+        self._logged_at = float("-inf")  # when the requests left out were logged last
 
     def look(
         self, denials: list[Denial], left_out: int, clients: Mapping[int, str], buffers: Mapping[int, str]
     ) -> None:
-        """Log what the last look found, and take what was found now. `clients` and `buffers` are names by id."""
+        """Log the requests found at the last look, and keep these for the next. `clients`, `buffers`: names by id."""
         now = self._now()
         self._logged = {who: at for who, at in self._logged.items() if now - at < EVERY_S}
         for who, found in list(self._found.items()):
@@ -49,7 +49,7 @@ class DeniedRequests:
         for each in denials:
             self._keep(each)
         if self._left_out and now - self._logged_at >= EVERY_S:
-            _log.warning("refused: %d more requests, of which no line tells more", self._left_out)
+            _log.warning("refused: %d more requests, which are not listed one by one", self._left_out)
             self._left_out, self._logged_at = 0, now
 
     def _keep(self, denial: Denial) -> None:
@@ -70,8 +70,8 @@ class DeniedRequests:
 
 def _who(who: tuple[int, bool], clients: Mapping[int, str]) -> str:
     session_id, proven = who
-    name = clients.get(session_id, f"a client that is not known here (session {session_id:x})")
-    return name if proven else f"somebody without a valid token, who says to be {name},"
+    name = clients.get(session_id, f"an unknown client (session {session_id:x})")
+    return name if proven else f"a client without a valid token, which claims to be {name},"
 
 
 def _what(found: list[Denial], buffers: Mapping[int, str]) -> str:

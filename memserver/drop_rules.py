@@ -1,9 +1,9 @@
-"""Retention: whatever destroys a segment in this daemon asks here first.
+"""Retention: all code in this daemon that destroys a segment asks here first.
 
-Invariant: a segment goes only if another server has a whole copy of its epoch or a later one, if its deletion or the
-end of its creation was acknowledged, or if an operator gave it up. A copy in quarantine that may be whole goes only if
-it was deleted or given up, as a whole copy elsewhere may be of another history. A coordinator of before the quarantine
-gives no reason, and cannot end it.
+Invariant: a segment is destroyed only if another server has a whole copy of its epoch or a later one, if its deletion
+or the end of its creation was acknowledged, or if an operator gave it up. A quarantined copy that may be whole is
+destroyed only if it was deleted or given up, because a whole copy elsewhere may be of another history. Coordinators of
+versions without quarantine give no reason, and cannot end a quarantine.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from smb.drop_reasons import Ground
 
 
 def why_not(held: FoundSegment, ground: Ground, epoch: int, *, quarantined: bool) -> str:
-    """Return why this segment must stay; empty if it may go. `epoch`: of the whole copy elsewhere, if SUPERSEDED."""
+    """Return why the segment must stay; empty if it may go. `epoch`: of the whole copy elsewhere, for SUPERSEDED."""
     if ground in (Ground.DELETED, Ground.FORGOTTEN):
         return ""
     if quarantined and held.whole is not False:

@@ -1,6 +1,6 @@
-"""The server part of the C engine (csrc/smb/server.h), typed. The only file of the daemon that touches the library.
+"""The server part of the C engine (csrc/smb/server.h), typed. No other file of the daemon touches the library.
 
-Every call releases Python's lock, and may be made from any thread until `close`.
+Each call releases Python's lock, and may be made from any thread until `close`.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from smb.errors import (
 )
 
 CHUNK_BYTES_MAX: int = lib.SMB_CHUNK_BYTES_MAX
-SHARED_MAX = 1024  # segments, and sessions, of which a scrape reads what was done for each: 1 KiB each
-DENIALS_MAX = 64  # kinds of requests without a right, between two looks
+SHARED_MAX = 1024  # segments, and sessions, whose shares one scrape reads: 1 KiB each
+DENIALS_MAX = 64  # kinds of refused requests that are kept between two looks
 _SHARE_BYTES = ffi.sizeof("struct smb_share")
-LOOPS_MAX = 64  # a loop is a thread; more than cores do not help
+LOOPS_MAX = 64  # each loop is a thread, and more threads than cores do not help
 
 WAITS: dict[int, str] = {
     lib.SMB_WAIT_LOCK: "lock",
@@ -58,13 +58,13 @@ class SegmentForm:
 
 @dataclass(frozen=True, slots=True)
 class FoundSegment:
-    """A segment that is here, as its file says it. See struct smb_held in csrc/smb/server.h."""
+    """A segment that this server holds, as its file says. See struct smb_held in csrc/smb/server.h."""
 
     id: int
     file_bytes: int
-    epoch: int  # of its last role; of one without a role, in which it was made
-    whole: bool | None  # False: a copy that is being made, or was to be; None: not known
-    role: int  # that this run was given: 0 none, 1 primary, 2 backup
+    epoch: int  # of its last role, or the epoch in which it was made if it has no role
+    whole: bool | None  # False: a copy that is being made, or was about to be; None: unknown
+    role: int  # given to this run: 0 none, 1 primary, 2 backup
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,7 @@ class ReplicaStatus:
     """This server's copy of a segment that has two; see struct smb_replica_status."""
 
     segment_id: int
-    bundle_id: int  # of the segments that move together; what follows is of all of them
+    bundle_id: int  # of the segments that move together; the other fields are about the whole bundle
     epoch: int
     role: int
     paired: bool
@@ -112,30 +112,31 @@ class ReplicaStatus:
     broken_ms: int
     unconfirmed: int
     queued_bytes: int
-    refused: str  # why the last connection to the backup ended; empty: it has not
+    refused: str  # why the last connection to the backup ended; empty if it did not
 
 
 class CopyStep(Enum):
-    """How a copy of a segment is that is being made."""
+    """The state of a copy that is being made."""
 
     MORE = "more"
     BUSY = "busy"  # nothing could be sent just now
-    WHOLE = "whole"  # and confirmed
-    GONE = "gone"  # it is not wanted any more, or was given up
+    WHOLE = "whole"  # complete and confirmed
+    GONE = "gone"  # given up, or not wanted any more
 
 
 class NotReadyError(UnavailableError):
-    """Not yet: no key of tokens is known."""
+    """Not ready yet: the server has no keys for tokens."""
 
 
-# Counters by (transport, opcode): operations, and bytes. Those of kinds that never happened are left out.
+# (operations, bytes) by (transport, opcode). Kinds that never happened are left out.
 Share = Mapping[tuple[int, int], tuple[int, int]]
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """A lock held, or a wait, at one segment. `session` holds it (0: nobody), in a holding that `token` tells from
-    others, for `left_ms` unless it renews; `waiting` requests wait; at a barrier `arrived` of `parties` are there.
+    """A lock that is held, or a wait, at one segment. `session` holds the lock (0: none) for `left_ms` unless it
+    renews, and `token` identifies this holding. `waiting` requests wait. At a barrier, `arrived` of `parties` have
+    arrived.
     """
 
     segment_id: int
@@ -150,7 +151,7 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Denial:
-    """Requests of one kind that a session had no right to. Unless `proven`, anybody may have named that session."""
+    """Refused requests of one kind of a session. Unless `proven`, any client may have claimed to be that session."""
 
     session_id: int
     segment_id: int
@@ -161,8 +162,8 @@ class Denial:
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """Findings in the journal of an earlier run: changes finished now, chunks whose journal is gone (element by
-    element old or new), and whether what lay there was no journal."""
+    """What was found in the journal of an earlier run: changes that are finished now, chunks whose journal is gone
+    (each element has its old or new value), and whether the file was not a journal."""
 
     finished: int
     torn_chunks: int
@@ -170,19 +171,19 @@ class Recovery:
 
 
 class Slots:
-    """Places of CHUNK_BYTES_MAX for payloads that are put there from outside. `close` them when nobody outside can."""
+    """Slots of CHUNK_BYTES_MAX, for payloads that come from outside. Call `close` once no peer can write to them."""
 
     def __init__(self, pointer: object, count: int) -> None:
         self.pointer = pointer
         self.addresses = [int(ffi.cast("uintptr_t", lib.smb_slots_payload(pointer, i))) for i in range(count)]
 
     def close(self) -> None:
-        """Give them back, once no connection uses them."""
+        """Release the slots, once no connection uses them."""
         lib.smb_slots_release(self.pointer)
 
 
 class HeldSegment:
-    """A segment whose memory stays, deleted or not, until `close`. Addresses are this process's."""
+    """A segment whose memory stays until `close`, even if it is deleted. Addresses are those of this process."""
 
     def __init__(self, pointer: object) -> None:
         info = ffi.new("struct smb_segment_info *")
@@ -200,17 +201,17 @@ class HeldSegment:
 
 
 class Engine:
-    """The engine's server: listeners, loops and segments. `close` it."""
+    """The engine's server: listeners, loops and segments. Call `close` at the end."""
 
     def __init__(self, instance_id: int, loops: int, capacity_bytes: int) -> None:
-        """Start the loops; nothing listens yet. Raises UnavailableError if threads cannot be had."""
+        """Start the loops, without listening yet. Raises UnavailableError if threads cannot be started."""
         made = ffi.new("struct smb_server **")
         check_isa()
         _check(lib.smb_server_create(instance_id, loops, capacity_bytes, made), "start the engine")
         self._server = made[0]
 
     def listen_tcp(self, address: str, port: int) -> int:
-        """Listen on a numeric address; return the port, a free one for 0. Raises UnavailableError."""
+        """Listen on a numeric address; port 0 picks a free one. Returns the port. Raises UnavailableError."""
         bound = ffi.new("uint16_t *")
         what = f"listen on {address} port {port}"
         _check(lib.smb_server_listen_tcp(self._server, address.encode(), port, bound), what)
@@ -221,41 +222,40 @@ class Engine:
         _check(lib.smb_server_listen_unix(self._server, os.fsencode(path)), f"listen on {path}")
 
     def use_tls(self, tls: Tls) -> None:
-        """Speak TLS on all new connections over TCP."""
+        """Use TLS on all new TCP connections."""
         lib.smb_server_use_tls(self._server, tls.pointer)
 
     def take_slots(self, count: int) -> Slots:
-        """Return so many slots. Raises OutOfMemoryError, UnavailableError."""
+        """Return `count` slots. Raises OutOfMemoryError, UnavailableError."""
         made = ffi.new("struct smb_slots **")
         _check(lib.smb_server_take_slots(self._server, count, made), f"take {count} slots")
         return Slots(made[0], count)
 
     def adopt_reference(self, fd: int, slots: Slots) -> None:
-        """Serve one more peer over a connected stream socket, which is the engine's from here on, also if this
-        fails; its requests travel by reference, with payloads in these slots. Raises OutOfMemoryError,
-        UnavailableError.
+        """Serve one more peer over a connected stream socket, which the engine owns from here on, even if this fails.
+        Its requests refer to payloads in these slots. Raises OutOfMemoryError, UnavailableError.
         """
         _check(lib.smb_server_adopt_reference(self._server, fd, slots.pointer), "serve one more connection")
 
     def hold_segment(self, segment_id: int) -> HeldSegment:
-        """Return a segment that is served. Raises NotFoundError."""
+        """Return a served segment. Raises NotFoundError."""
         found = ffi.new("struct smb_segment **")
         _check(lib.smb_server_hold_segment(self._server, segment_id, found), f"find segment {segment_id:016x}")
         return HeldSegment(found[0])
 
     def guard(self) -> None:
-        """Ask every connection for tokens. Before anything listens."""
+        """Require tokens on each connection. Must be called before anything listens."""
         lib.smb_server_guard(self._server)
 
     def set_keys(self, keys: Mapping[int, bytes], now_ms: int) -> None:
-        """Share these keys of tokens, by generation, with the coordinator, whose clock says now_ms; no others any more.
+        """Replace the keys of tokens, by generation, that are shared with the coordinator, whose clock says now_ms.
 
-        Raises InvalidArgumentError for a key of another length, and for none or too many.
+        Raises InvalidArgumentError for a key of a wrong length, and for no keys or too many.
         """
         if not 1 <= len(keys) <= lib.SMB_KEYS_MAX or any(len(key) != lib.SMB_KEY_BYTES for key in keys.values()):
             raise InvalidArgumentError(
-                f"{len(keys)} keys of {sorted({len(key) for key in keys.values()})} bytes; a server takes 1 to "
-                f"{lib.SMB_KEYS_MAX} of {lib.SMB_KEY_BYTES}"
+                f"a server takes 1 to {lib.SMB_KEYS_MAX} keys of {lib.SMB_KEY_BYTES} bytes, not {len(keys)} of "
+                f"{sorted({len(key) for key in keys.values()})} bytes"
             )
         taken = ffi.new("struct smb_key[]", len(keys))
         for known_key, (generation, key) in zip(taken, keys.items(), strict=True):
@@ -264,10 +264,10 @@ class Engine:
         _check(lib.smb_server_set_keys(self._server, len(keys), taken, now_ms), "take keys")
 
     def check_proof(self, session_id: int, shown: Token, bond: bytes) -> float:
-        """Return for how many seconds more the session may use a token; its `secret` is the proof that it has it.
-        `bond` is of the caller's certificate: smb.security.bond.
+        """Return for how many more seconds the session may use a token. The token's `secret` is the proof that the
+        session has it. `bond` is that of the caller's certificate (smb.security.bond).
 
-        Raises PermissionDeniedError; NotReadyError before any key is known.
+        Raises PermissionDeniedError; NotReadyError while no key is known.
         """
         token, left = ffi.new("struct smb_token *"), ffi.new("uint64_t *")
         token.segment, token.epoch, token.rights = shown.segment_id, shown.epoch, shown.rights
@@ -278,22 +278,24 @@ class Engine:
             status = lib.smb_server_check_proof(self._server, session_id, token, bond, left)
         if status == lib.SMB_VERSION:
             raise PermissionDeniedError(
-                "this client is of an earlier release: its proofs are good for those who hand them on; upgrade it"
+                "this client is of an earlier release, whose proofs could be used by others: upgrade it"
             )
         if status == lib.SMB_BUSY:
-            raise NotReadyError("this memory server has not heard from the coordinator yet")
+            raise NotReadyError("this memory server has not heard from the coordinator yet; try again")
         if status != lib.SMB_OK:
             raise PermissionDeniedError(
-                f"session {session_id:016x} has not proved a token for segment {shown.segment_id:016x} that is good now"
+                f"session {session_id:016x} has not proved a valid token for segment {shown.segment_id:016x}; open the "
+                f"buffer again"
             )
         return int(left[0]) / 1e9
 
     def create_segment(self, path: Path, form: SegmentForm, *, bundle_id: int | None = None) -> None:
-        """Make the file and serve it. Blocks while its pages are zeroed. `bundle_id`, of a segment with two copies: it
-        moves with those that were made with this number, 0: alone. Nobody is let in before that has a role.
+        """Make the file and serve it. Blocks while its pages are zeroed. `bundle_id` is given for a segment with two
+        copies: it moves with the segments that were made with this number; 0: alone. Clients are refused until that
+        segment has a role.
 
-        Raises OutOfMemoryError (capacity or file system), InvalidArgumentError, AlreadyExistsError, UnavailableError;
-        nothing is left behind then.
+        Raises OutOfMemoryError (capacity or file system), InvalidArgumentError, AlreadyExistsError, UnavailableError.
+        Then nothing is left behind.
         """
         name, cut = os.fsencode(path), (form.epoch, form.dtype, form.nbytes, form.chunk_bytes)
         if bundle_id is None:
@@ -303,29 +305,29 @@ class Engine:
         _check(status, f"make a segment of {form.nbytes} bytes at {path}")
 
     def adopt_segment(self, path: Path) -> SegmentForm:
-        """Serve a file of an earlier run. Raises NotFoundError for one that was deleted already, PermissionDeniedError
-        for one that this user did not make or others may change, else as `create_segment`.
+        """Serve a file of an earlier run. Raises NotFoundError if its segment was deleted, PermissionDeniedError if
+        another user made the file or may change it, and otherwise as `create_segment` does.
         """
         info = ffi.new("struct smb_segment_info *")
         _check(lib.smb_server_adopt_segment(self._server, os.fsencode(path), info), f"take over {path}")
         return SegmentForm(info.id, info.epoch, info.dtype, info.data_bytes, info.chunk_bytes)
 
     def open_journal(self, path: Path) -> Recovery:
-        """Finish what an earlier run left half done, and journal changes from here on. After all segments are
-        adopted, before anything listens. Raises OutOfMemoryError, UnavailableError.
+        """Finish changes that an earlier run left half done, and journal all changes from here on. Must be called after
+        all segments are adopted and before anything listens. Raises OutOfMemoryError, UnavailableError.
         """
         found = ffi.new("struct smb_recovery *")
         _check(lib.smb_server_open_journal(self._server, os.fsencode(path), found), f"open the journal {path}")
         return Recovery(int(found.finished), int(found.torn_chunks), bool(found.journal_lost))
 
     def delete_segment(self, segment_id: int) -> None:
-        """Stop serving it and unlink its file; users of its mapping get errors from now on. Raises NotFoundError."""
+        """Stop serving the segment and unlink its file; users of its mapping get errors. Raises NotFoundError."""
         _check(lib.smb_server_delete_segment(self._server, segment_id), f"delete segment {segment_id:016x}")
 
     def retire_segment(self, segment_id: int, idle_ms: int) -> int | None:
-        """Have its lock and barrier refuse all requests from now on, if they are idle for so long.
+        """Have the segment's lock and barrier refuse all requests from now on, if they were idle for that long.
 
-        Returns the lock's last token then, else None. Raises NotFoundError.
+        Returns the lock's last token, or None if they were not idle. Raises NotFoundError.
         """
         token = ffi.new("uint64_t *")
         status = lib.smb_server_retire_segment(self._server, segment_id, idle_ms, token)
@@ -335,21 +337,21 @@ class Engine:
         return int(token[0])
 
     def raise_token(self, segment_id: int, token: int) -> None:
-        """Have its lock's next token be higher than this one. Raises NotFoundError, InvalidArgumentError."""
+        """Have the next token of the segment's lock be above this one. Raises NotFoundError, InvalidArgumentError."""
         _check(lib.smb_server_raise_token(self._server, segment_id, token), f"raise tokens of {segment_id:016x}")
 
     def set_replica(self, segment_id: int, epoch: int, role: int, peer: str, *, copying: bool = False) -> None:
-        """Give this server its role in such a segment, and in its bundle, from that epoch on. `peer`: the server of the
-        other copy; empty: there is none. `copying`: its backup is to be copied to. The role NONE ends a primary's role
-        in the epoch that it has: another server may be the primary. Raises NotFoundError, InvalidArgumentError.
+        """Give this server its role for a segment and its bundle, from that epoch on. `peer`: the server of the other
+        copy; empty: none. `copying`: the backup is still to be copied to. The role NONE ends a primary's role in its
+        epoch, because another server may be the primary. Raises NotFoundError, InvalidArgumentError.
         """
         name = peer.encode()
         status = lib.smb_server_set_replica(self._server, segment_id, epoch, role, bool(peer), copying, name)
         _check(status, f"take a role in {segment_id:016x}")
 
     def copy(self, segment_id: int, epoch: int, nbytes: int) -> tuple[CopyStep, int, int]:
-        """Send about so many bytes more to the new backup; return how that went, and how many bytes of how many are
-        there. Waits for a little where nothing can be sent. Raises UnavailableError where memory is out.
+        """Send about `nbytes` more to the new backup. Returns the state, the bytes copied and the bytes in all. Waits a
+        little if nothing can be sent. Raises UnavailableError if memory is out.
         """
         copied, total = ffi.new("uint64_t *"), ffi.new("uint64_t *")
         status = lib.smb_server_copy(self._server, segment_id, epoch, nbytes, copied, total)
@@ -361,11 +363,11 @@ class Engine:
         return states[status], copied[0], total[0]
 
     def abandon_copy(self, segment_id: int, epoch: int) -> bool:
-        """Go on without that copy; return whether it was under way."""
+        """Give up that copy, and return whether it was in progress."""
         return bool(lib.smb_server_abandon_copy(self._server, segment_id, epoch) == lib.SMB_OK)
 
     def let_move(self, segment_id: int) -> bool:
-        """Let a segment with one copy get a role, and move; return whether it can. Raises NotFoundError."""
+        """Let a segment with one copy get a role and move. Returns whether it can. Raises NotFoundError."""
         status = lib.smb_server_let_move(self._server, segment_id)
         if status == lib.SMB_BUSY:
             return False
@@ -373,7 +375,7 @@ class Engine:
         return True
 
     def bind(self, segment_id: int) -> bool:
-        """Have a segment stay where it is; return False if it may move already. Raises NotFoundError."""
+        """Bind a segment to this server. Returns False if it may move already. Raises NotFoundError."""
         status = lib.smb_server_bind(self._server, segment_id)
         if status == lib.SMB_BUSY:
             return False
@@ -381,21 +383,21 @@ class Engine:
         return True
 
     def yield_role(self, segment_id: int, epoch: int) -> None:
-        """Have the primary ask its backup at each read from here on: that is about to be promoted. Raises
-        NotFoundError, UnavailableError: it is not the primary in that epoch.
+        """Have the primary ask its backup at each read, because the backup is about to be promoted. Raises
+        NotFoundError, and UnavailableError if this server is not the primary in that epoch.
         """
         _check(lib.smb_server_yield(self._server, segment_id, epoch), f"yield {segment_id:016x}")
 
     def serve_until(self, boot_s: float) -> None:
-        """Say until when nobody else is made the primary of what this server has, on the clock that runs in sleep."""
+        """Set until when no other server is made the primary of this server's segments, on the boot-time clock."""
         lib.smb_server_serve_until(self._server, int(boot_s * 1e9))
 
     def feed(
         self, segment_id: int, epoch: int, fd: int, instance_id: int, tls: Tls | None = None, expected: str = ""
     ) -> None:
-        """Forward changes over a socket that is connected to the backup, which is the engine's from here on, also if
-        this fails. `tls`: inside it, to the server whose certificate is for the name `expected`. Raises NotFoundError,
-        UnavailableError.
+        """Forward changes over a socket that is connected to the backup. The engine owns the socket from here on, even
+        if this fails. `tls`: forward inside TLS, to the server whose certificate has the name `expected`. Raises
+        NotFoundError, UnavailableError.
         """
         inside = tls.pointer if tls is not None else ffi.NULL
         status = lib.smb_server_feed(
@@ -404,20 +406,20 @@ class Engine:
         _check(status, f"forward changes of {segment_id:016x}")
 
     def suspend(self, segment_id: int) -> None:
-        """Send requests that wait for the backup elsewhere."""
+        """Send requests that wait for the backup to another server."""
         lib.smb_server_suspend(self._server, segment_id)
 
     def await_replicas(self, seen: int, timeout_s: float | None) -> int:
-        """Wait until roles or connections have changed since `seen`, 0 at first; return where they are now. Blocks."""
+        """Block until roles or connections have changed since `seen` (0 at first). Returns the next value of `seen`."""
         timeout_ms = 0 if timeout_s is None else max(1, round(timeout_s * 1000))
         return int(lib.smb_server_await_replicas(self._server, seen, timeout_ms))
 
     def wake_replicas(self) -> None:
-        """End such a wait."""
+        """End await_replicas."""
         lib.smb_server_wake_replicas(self._server)
 
     def replicas(self) -> list[ReplicaStatus]:
-        """Return how segments with two copies are."""
+        """Return the status of each segment with two copies."""
         most, found = 0, 64
         while found > most:
             most = 2 * found
@@ -432,13 +434,13 @@ class Engine:
         ]  # fmt: skip
 
     def feed_fault(self, segment_id: int) -> str:
-        """Return what TLS had against the last connection to a segment's backup, as the end of a sentence about it."""
+        """Return what TLS reported about the last connection to a segment's backup, as the end of a sentence."""
         why = ffi.new("char[]", lib.SMB_WHY_BYTES)
         lib.smb_server_feed_why(self._server, segment_id, why)
         return str(ffi.string(why).decode())
 
     def held(self) -> dict[int, FoundSegment]:
-        """Return all segments that are here, by id."""
+        """Return all segments that this server holds, by id."""
         most, found = 0, 64
         while found > most:
             most = 2 * found
@@ -447,18 +449,18 @@ class Engine:
         return {each.id: _held(each) for each in raw[0:found]}
 
     def holds(self, segment_id: int) -> FoundSegment | None:
-        """Return one of them; None if it is not here."""
+        """Return one of the segments; None if this server does not hold it."""
         raw = ffi.new("struct smb_held *")
         if lib.smb_server_holds(self._server, segment_id, raw) == lib.SMB_NOT_FOUND:
             return None
         return _held(raw)
 
     def end_session(self, session_id: int) -> None:
-        """Give up everything that the session holds here, and let it in no more. Repeating it is harmless."""
+        """Give up all that the session holds here, and refuse it from now on. May be repeated."""
         lib.smb_server_end_session(self._server, session_id)
 
     def know_ended(self, all_of_them: bool) -> None:
-        """Say whether every session that ended before now, also during earlier runs, has been ended here."""
+        """Set whether each session that ended before now, also during earlier runs, has been ended here."""
         lib.smb_server_know_ended(self._server, all_of_them)
 
     def counters(self) -> Counters:
@@ -500,21 +502,21 @@ class Engine:
         )
 
     def latencies(self) -> dict[tuple[str, str], Latency]:
-        """Return how long requests took, by (transport, kind), of those that there were."""
+        """Return how long requests took, by (transport, kind). Kinds without requests are left out."""
         raw = ffi.new("struct smb_latencies *")
         lib.smb_server_latencies(self._server, raw)
         return latencies_of(raw, TRANSPORTS, KINDS)
 
     def segment_shares(self) -> dict[int, Share]:
-        """Return what was done for each segment, by its id; of SHARED_MAX of them where there are more."""
+        """Return what was done for each segment, by its id; for at most SHARED_MAX segments."""
         return _shares(lib.smb_server_segment_shares, self._server)
 
     def session_shares(self) -> dict[int, Share]:
-        """Return what was done over the connections of each session that has not ended, likewise."""
+        """Return what was done for each session that has not ended; for at most SHARED_MAX sessions."""
         return _shares(lib.smb_server_session_shares, self._server)
 
     def take_denials(self) -> tuple[list[Denial], int]:
-        """Return the requests without a right since the last call, by kind, and the number of those beyond that."""
+        """Return the requests refused since the last call, by kind, and the number of those that were not kept."""
         raw, left_out = ffi.new("struct smb_denial[]", DENIALS_MAX), ffi.new("uint64_t *")
         count = int(lib.smb_server_take_denials(self._server, raw, DENIALS_MAX, left_out))
         denials = [
@@ -530,7 +532,7 @@ class Engine:
         return denials, int(left_out[0])
 
     def waits(self, most: int) -> tuple[list[Wait], int]:
-        """Return at most so many of the locks that are held and of what is waited for, and how many there are."""
+        """Return at most `most` of the held locks and waits, and their total number."""
         raw = ffi.new("struct smb_wait[]", most)
         found = int(lib.smb_server_waits(self._server, raw, most))
         waits = [
@@ -549,7 +551,7 @@ class Engine:
         return waits, found
 
     def close(self) -> None:
-        """Stop the loops, close every connection, unmap; files stay for the next run. The object is of no use then."""
+        """Stop the loops, close all connections, unmap. Files stay for the next run. The object is unusable then."""
         lib.smb_server_destroy(self._server)
         self._server = ffi.NULL
 

@@ -1,4 +1,4 @@
-"""The report of this server's load in a renewal: for people, so nothing depends on it; and its lines in the log."""
+"""The load report in a renewal, which is for people only, and log lines about a lack of file descriptors."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from memserver.usage_by_client import Names
 from smb.daemon.host_memory import HEADROOM_BYTES, MemoryLimit
 from smb.rpc import control_pb2 as pb
 
-WAITS_MAX = 256  # a renewal stays small however many locks are held
-BUSY_MAX = 256  # and however many segments and sessions there are
+WAITS_MAX = 256  # keeps a renewal small when many locks are held
+BUSY_MAX = 256  # likewise for segments and sessions
 
 _log = logging.getLogger("memserver")
 
 
 class Shortage:
-    """Says in the log that the daemon is out of file descriptors, once for all that were turned away since."""
+    """Logs that the daemon is out of file descriptors, once for all connections turned away since the last look."""
 
     def __init__(self) -> None:
         self._logged = 0
 
     def look(self, turned_away_total: int) -> None:
-        """Log it, if connections were turned away since the last look."""
+        """Write the log line if connections were turned away since the last look."""
         if turned_away_total > self._logged:
             soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
             _log.error(
-                "out of file descriptors: %d connections were closed as soon as they came; the limit is %d (at most "
-                "%d): raise it (ulimit -n, LimitNOFILE= of systemd), or see who holds so many",
+                "out of file descriptors: %d connections were closed at once; the limit is %d (at most "
+                "%d): raise it (ulimit -n, LimitNOFILE= of systemd), or find out which clients hold so many",
                 turned_away_total - self._logged,
                 soft,
                 hard,
@@ -42,13 +42,13 @@ class Shortage:
 
 
 class BusiestMeter:
-    """The load since the last look, of each segment or session: the busiest of them."""
+    """The load of the busiest segments or sessions since the last look."""
 
     def __init__(self) -> None:
         self._before: dict[int, tuple[int, int]] = {}
 
     def look(self, shares: Mapping[int, Share]) -> list[pb.BusyLoad]:
-        """Return at most BUSY_MAX; one seen for the first time has no load yet."""
+        """Return at most BUSY_MAX loads. A segment or session seen for the first time has no load yet."""
         now = {number: _sums_of(share) for number, share in shares.items()}
         before, self._before = self._before, now
         done = [
@@ -67,7 +67,7 @@ def _sums_of(share: Share) -> tuple[int, int]:
 
 
 class LastLook:
-    """The counters of the last renewal, which the next one is compared with; names for the log."""
+    """The counters at the last renewal, for comparison with the next, and the names for the log."""
 
     def __init__(self, clients: Names, buffers: Names) -> None:
         self.clients, self.buffers, self.denied = clients, buffers, DeniedRequests()
@@ -77,7 +77,7 @@ class LastLook:
 def load_of(
     engine: Engine, memory_dir: MemoryDirectory, last: LastLook, limit: MemoryLimit | None = None
 ) -> pb.ServerLoad:
-    """Return the counters since the start, what is held and waits now, and who was busy since the last time."""
+    """Return the counters since the start, current locks and waits, and the busiest since the last renewal."""
     counters = engine.counters()
     last.shortage.look(counters.turned_away_total)
     last.denied.look(*engine.take_denials(), last.clients.known(), last.buffers.known())
@@ -117,10 +117,10 @@ def load_of(
 
 
 def _free_bytes(memory_dir: MemoryDirectory, limit: MemoryLimit | None) -> int:
-    """Return how much a create may take, at least 1: 0 says that nobody knows."""
+    """Return how many bytes a create may take, at least 1, because 0 means unknown."""
     try:
         found = os.statvfs(memory_dir.directory)
-    except OSError:  # somebody removed the directory: a renewal must not fail for that
+    except OSError:  # the directory was removed, and a renewal must not fail for that
         return 0
     free = found.f_bavail * found.f_frsize
     room = limit.room_bytes() if limit is not None else None

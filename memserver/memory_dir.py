@@ -1,8 +1,9 @@
-"""Where a daemon keeps its files: names, the lock on a name, and what the file system must be like.
+"""The directory in which a daemon keeps its files: their names, the lock on a name, and checks of the file system.
 
-Nobody else may write in that directory (smb/daemon/private_directory.py). Nothing there is believed for its name all
-the same: what this process's user did not make, or others may change, is removed where nothing of value can be in it,
-and refused else. Memory is looked at by the engine (csrc/memory/owned.h), which maps it.
+Other users may not write in that directory (smb/daemon/private_directory.py). Still, no file is trusted for its name
+alone: a file that this process's user did not make, or that others may change, is removed if it cannot contain
+anything of value, and otherwise refused. The engine, which maps the memory, checks segment files itself
+(csrc/memory/owned.h).
 """
 
 from __future__ import annotations
@@ -22,17 +23,17 @@ from smb.daemon.host_memory import MEMORY_FILE_SYSTEMS, file_system_of
 from smb.daemon.own_files import fault_at, fault_of
 from smb.errors import AlreadyExistsError, Error, InvalidArgumentError, UnavailableError
 
-SOCKET_PATH_BYTES_MAX = 107  # sun_path of Linux has 108 bytes, the last of them 0
+SOCKET_PATH_BYTES_MAX = 107  # sun_path of Linux has 108 bytes, and the last one is 0
 _log = logging.getLogger("memserver")
 
 
 class MemoryDirectory:
-    """The files of one server name in one directory, ours as long as we hold the lock file. `close` it."""
+    """The files of one server name in one directory, owned while we hold the lock file. Call `close` at the end."""
 
     def __init__(self, directory: Path, name: str, *, serves: bool = True) -> None:
-        """Take the name. Raises AlreadyExistsError if another daemon has it, UnavailableError if nothing can be
-        written, or something of another user is in the way. `serves` False: nothing is to be made there, so that
-        is not in the way, and a lock that another user put there is no server's of this one.
+        """Take the name. Raises AlreadyExistsError if another daemon has it, and UnavailableError if the directory is
+        not writable or has another user's file under one of our names. `serves` False: no files are made there, so such
+        files are ignored, and a lock of another user is not taken for a server of this user.
         """
         self.directory = directory
         self.name = name
@@ -58,18 +59,18 @@ class MemoryDirectory:
             raise
 
     def refusal(self, path: Path, fault: str) -> str:
-        """Return the sentence on a file that is not believed."""
+        """Return the message about a file that is not trusted."""
         said = (
-            f"{path} {fault or 'was not what it is now'}: it is not used. If it is yours, have this user put a copy "
-            f"in its place (cp: who has the file itself open could go on changing it); else remove it"
+            f"{path} {fault or 'was replaced meanwhile'}: it is not used. If it is yours, have this user put a copy "
+            f"in its place (with cp: a process that has the file itself open could go on changing it); else remove it"
         )
         if not others_write(self.directory.stat()):
             return said
         own = private_memory(str(self.directory))
-        return f"{said}, or take a directory in which nobody else writes: mkdir -m 700 {own}, and --memory-dir {own}"
+        return f"{said}, or use a directory in which no other user writes: mkdir -m 700 {own}, and --memory-dir {own}"
 
     def make_way(self, path: Path, *, must: bool) -> bool:
-        """Remove what lies there, by anyone; return whether it is gone.
+        """Remove the file at that path, whoever owns it. Returns whether it is gone.
 
         Raises UnavailableError if it is not and it `must` be.
         """
@@ -89,14 +90,14 @@ class MemoryDirectory:
         return True
 
     def _clear(self) -> None:
-        """Of what a server makes anew nothing may be in the way; what it reads must be its own user's."""
+        """Remove files under names that a server makes anew. Files that it reads must belong to its own user."""
         for path, is_kind in ((self.journal_path, stat.S_ISREG), (self.stamps_path, stat.S_ISLNK)):
             if fault := fault_at(path, is_kind):
                 raise UnavailableError(self.refusal(path, fault))
         for path in (self._socket_beside, self.stamps_path.with_suffix(".stamps_new"), self._new(self.journal_path)):
             self.make_way(path, must=True)
-        # A socket that an earlier run left stays until the new one takes its place: clients who have no other path wait
-        # where there is one, and are told that the server is not on this host where there is none.
+        # The socket of an earlier run stays until the new one takes its place. Clients without another path wait while
+        # a socket is there; without a socket they are told that the server is not on this host.
         if fault_at(self.socket_path, stat.S_ISSOCK):
             self.make_way(self.socket_path, must=True)
 
@@ -105,7 +106,7 @@ class MemoryDirectory:
         return path.with_name(path.name + ".new")
 
     def segment_path(self, segment_id: int) -> Path:
-        """Return where the segment's file lies."""
+        """Return the path of the segment's file."""
         return self.directory / f"smb.{self.name}.{segment_id:016x}.segment"
 
     def segment_files(self) -> tuple[list[Path], list[Path]]:
@@ -119,7 +120,7 @@ class MemoryDirectory:
         return complete, unfinished
 
     def quarantined(self) -> set[int]:
-        """Return the segments that are marked as quarantined. A mark without a segment goes: its daemon was killed."""
+        """Return the quarantined segments. Marks without a segment are removed: their daemon was killed in between."""
         mark = re.compile(rf"smb\.{re.escape(self.name)}\.([0-9a-f]{{16}})\.quarantined")
         marks = {path: int(match[1], 16) for path in self.directory.iterdir() if (match := mark.fullmatch(path.name))}
         for path in list(marks):
@@ -135,18 +136,18 @@ class MemoryDirectory:
     def quarantine(self, segment_id: int, *, ends: bool = False) -> None:
         """Mark a segment as quarantined, or take the mark away."""
         mark = self.directory / f"smb.{self.name}.{segment_id:016x}.quarantined"
-        # One that cannot be removed is another user's, and says nothing after a restart either.
+        # A mark that cannot be removed is another user's, and is not trusted after a restart either.
         if self.make_way(mark, must=False) and not ends:
             os.close(os.open(mark, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
 
     def check_capacity(self, capacity_bytes: int) -> None:
-        """Raise InvalidArgumentError if the file system can never hold the capacity; warn where it is no memory."""
+        """Raise InvalidArgumentError if the file system is smaller than the capacity; warn if it is not in memory."""
         kind = file_system_of(self.directory)
         if kind not in MEMORY_FILE_SYSTEMS:
-            _log.warning("%s is on %s, not on memory (tmpfs or hugetlbfs): segments will be slow", self.directory, kind)
+            _log.warning("%s is on %s, not in memory (tmpfs or hugetlbfs): segments will be slow", self.directory, kind)
         space = os.statvfs(self.directory)
         total_bytes = space.f_blocks * space.f_frsize
-        # ramfs has no size.
+        # ramfs reports no size.
         if total_bytes and capacity_bytes > total_bytes:
             raise InvalidArgumentError(
                 f"--capacity {format_bytes(capacity_bytes)} is more than {self.directory} has in all "
@@ -154,21 +155,21 @@ class MemoryDirectory:
             )
 
     def counts_as_memory(self) -> bool:
-        """Whether the segments' pages count against a memory limit: those of tmpfs do, large pages and disks do not."""
+        """Whether the segments' pages count against a memory limit: pages of tmpfs do, huge pages and disks do not."""
         return file_system_of(self.directory) in ("tmpfs", "ramfs")
 
     def close(self) -> None:
-        """Give the name back, and take the journal away if there is nothing left that it could be about."""
+        """Release the name, and remove the journal if no segment is left."""
         try:
             if self._serves and not any(self.segment_files()):
                 for path in (self.journal_path, self.stamps_path, self.socket_path):
                     path.unlink(missing_ok=True)
-            if self._lock_fd is not None:  # else it is another user's, who may hold it
+            if self._lock_fd is not None:  # otherwise the lock is another user's, who may hold it
                 self._lock_path.unlink(missing_ok=True)
         except FileNotFoundError:
-            _log.warning("%s was removed meanwhile, with all that was in it", self.directory)
+            _log.warning("%s was removed meanwhile, with all files in it", self.directory)
         except PermissionError as error:
-            _log.warning("%s is another user's by now, and is left", error.filename)
+            _log.warning("%s belongs to another user by now, and is not removed", error.filename)
         self._unlock()
 
     def _unlock(self) -> None:
@@ -190,7 +191,7 @@ class MemoryDirectory:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
                 found = os.fstat(fd)
-                if found.st_uid != os.geteuid() and not self._serves:  # no server of ours holds it
+                if found.st_uid != os.geteuid() and not self._serves:  # not the lock of a server of this user
                     os.close(fd)
                     return None
                 fault = fault_of(found)
@@ -199,17 +200,17 @@ class MemoryDirectory:
                     f'a memory server "{self.name}" runs already on {self.directory}; give this one another --name'
                     + (f". {self.refusal(self._lock_path, fault)}" if fault else "")
                 ) from None
-            if fault_of(os.fstat(fd)):  # and nobody holds it
+            if fault_of(os.fstat(fd)):  # and no process holds it
                 if not self.make_way(self._lock_path, must=self._serves):
                     return fd
                 os.close(fd)
                 continue
             if self._is_current(fd):
                 return fd
-            os.close(fd)  # its owner unlinked it between our open and our lock: others would not see ours
+            os.close(fd)  # the file was unlinked between our open and our lock, so others would not see our lock
 
     def _is_foreign_lock(self) -> bool:
-        with contextlib.suppress(OSError):  # the directory is gone, or closed to this user
+        with contextlib.suppress(OSError):  # the directory is gone, or not accessible to this user
             return bool(fault_at(self._lock_path))
         return False
 

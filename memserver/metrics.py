@@ -18,12 +18,12 @@ from memserver.usage_by_client import NamedShares, Names
 from smb.daemon.metric_names import LATENCY_EDGES, NAMED_MAX, counter, cumulative, gauge, histogram
 from smb.engine import KINDS, TRANSPORTS
 
-WAITS_MAX = 4096  # locks and queues that one scrape looks at
+WAITS_MAX = 4096  # locks and waits that one scrape counts
 
 
 @dataclass(slots=True)
 class Life:
-    """Counters of one run of the daemon. Written by its threads, read by scrapes: one number at a time."""
+    """Counters of one run of the daemon. Its threads write them and scrapes read them, one number at a time."""
 
     connected: bool = False
     leases_lost: int = 0
@@ -35,7 +35,7 @@ class Life:
 
 
 class RelayMetrics(Collector):
-    """The relay's reports of the mirrors here: the first NAMED_MAX of them, and as many feeds of each."""
+    """What the relay reports of the mirrors here: the first NAMED_MAX mirrors, and as many feeds of each."""
 
     def __init__(self, relays: Relays) -> None:
         self._relays = relays
@@ -55,7 +55,7 @@ class RelayMetrics(Collector):
 
 
 class EngineMetrics(Collector):
-    """The engine's counters, whose they are, what it may hold, and what became of the run before."""
+    """The engine's counters, shares by buffer and client, capacity and memory, and what recovery found."""
 
     def __init__(
         self,
@@ -71,11 +71,11 @@ class EngineMetrics(Collector):
         self._capacity_bytes = capacity_bytes
         self._life = life
         self._names = {"buffer": buffers, "client": clients}
-        self._lock = threading.Lock()  # scrapes may come at once, and shares are sums
+        self._lock = threading.Lock()  # scrapes may come at once, and the shares are running sums
         self._shares = {"buffer": NamedShares(), "client": NamedShares()}
 
     def describe(self) -> list[Metric]:
-        """Nothing beforehand: registering must not scrape."""
+        """Return no names, because registering must not scrape."""
         return []
 
     def collect(self) -> Iterator[Metric]:
@@ -106,7 +106,7 @@ class EngineMetrics(Collector):
             yield family
 
     def _buffer_capacity(self) -> Metric:
-        """By the labels that the shares were just given."""
+        """Use the labels that the shares were just given."""
         names, taken = self._names["buffer"].known(), Counter[str]()
         for segment_id, nbytes in self._segments.file_bytes().items():
             if segment_id in names:
@@ -150,7 +150,7 @@ def _traffic(counters: Counters) -> Iterator[Metric]:
     yield errors
     opened, now = counter("smb_server_connections_opened_total"), gauge("smb_server_connections")
     for transport in counters.connections:
-        if transport != "shm":  # a mapping is no connection
+        if transport != "shm":  # a mapping is not a connection
             opened.add_metric([transport], counters.connections_opened[transport])
             now.add_metric([transport], counters.connections[transport])
     yield opened

@@ -1,16 +1,16 @@
-"""RDMA for the daemon: a queue pair for each session that comes with it, its keys, and the thread that moves messages.
+"""RDMA for the daemon: a queue pair for each session that asks for one, its keys, and the thread that moves messages.
 
-A session has a protection domain of its own. The domain registers the journal slots of the session's connection, where
-the session writes payloads and reads answers. Of each segment that the session opened it registers the data (read-only
-unless the session may write) and the chunks' states (read-only). All that the server's CPU has to do comes as a
-message: the record goes to the engine's loop over a socketpair, its answer back the same way. One-sided reads and
-writes of a card are not seen here.
+Each session has its own protection domain. The domain registers the journal slots of the session's connection, where
+the session writes payloads and reads answers. For each segment that the session opened, it registers the data
+(read-only unless the session may write) and the chunks' states (read-only). Work for the server's CPU comes as a
+message: the record goes to the engine's loop over a socketpair, and its answer returns the same way. One-sided reads
+and writes of a card are not visible here.
 
-Keys end before their memory is given back: with the session, with its connection (the slots'), with the segment. With
-access control they end, too, when the token that they were given for has expired. The daemon's end ends all.
+Keys end before their memory is released: with the session, with its connection (for the slots), with the segment. With
+access control they also end when the token for which they were given has expired. The end of the daemon ends all keys.
 
-Threads: gRPC's make and end connections, under `_lock`; the progress thread has the queues; one ends keys in time,
-from the first that has an end.
+Threads: gRPC's threads make and end connections, under `_lock`; the progress thread owns the queues; one thread ends
+keys in time, and starts with the first key that expires.
 """
 
 from __future__ import annotations
@@ -41,8 +41,9 @@ from smb.transport.verbs.queue_pair import (
     Settings,
 )
 
-SLOTS = 8  # of 1 MiB a session: enough to have some on their way while others are added
-# A connection pins its slots, 8 MiB, in the journal's memory, which is in no capacity: 2 GiB, half of the journal's.
+SLOTS = 8  # of 1 MiB per session: enough to have some in transfer while others are added
+# A connection pins its 8 MiB of slots in the journal's memory, which counts in no capacity: at most 2 GiB, half of the
+# journal's.
 CONNECTIONS_MAX = 256
 _OUT_BYTES = MESSAGE_BYTES // FRAME_BYTES * FRAME_BYTES
 
@@ -51,7 +52,7 @@ _log = logging.getLogger("memserver")
 
 @dataclass(frozen=True, slots=True)
 class ReachableMemory:
-    """Memory that a session may reach."""
+    """Memory that a session may reach, with its key."""
 
     address: int
     key: int
@@ -69,13 +70,13 @@ class Opened:
 
 
 class _Peer:
-    """A session's connection. A progress.Relay."""
+    """A session's connection. It is a progress.Relay."""
 
     def __init__(self, engine: Engine, domain: Domain) -> None:
         """Raises OutOfMemoryError, UnavailableError, NoDeviceError."""
         self.closed = False
         self._hung_up = False
-        self._in = bytearray()  # for the engine, whose socket is full
+        self._in = bytearray()  # messages for the engine, while its socket is full
         self._out = bytearray()
         self._regions: list[Region] = []
         self._slots: Slots = engine.take_slots(SLOTS)
@@ -100,7 +101,7 @@ class _Peer:
             raise
 
     def slots(self) -> list[ReachableMemory]:
-        """Return where the client puts payloads."""
+        """Return the slots into which the client puts payloads."""
         return [ReachableMemory(region.address, region.remote_key, region.nbytes) for region in self._regions]
 
     def queue_fd(self) -> int:
@@ -110,7 +111,7 @@ class _Peer:
         return self._socket.fileno()
 
     def hang_up(self) -> None:
-        """See Relay: the engine has closed the connection; what it said last is still sent."""
+        """See Relay. The engine has closed the connection; its last messages are still sent."""
         self._hung_up = True
 
     def wants_socket(self) -> bool:
@@ -123,11 +124,11 @@ class _Peer:
         self.queue.take_event()
 
     def short(self) -> bool:
-        """See Relay. It shares nothing."""
+        """See Relay. A connection shares no memory of others."""
         return False
 
     def awaits(self) -> bool:
-        """See Relay. A client owes nothing: one that is gone loses its session."""
+        """See Relay. A client owes no answer: one that is gone loses its session."""
         return False
 
     def probe(self) -> None:
@@ -152,9 +153,9 @@ class _Peer:
         return moved
 
     def _take_message(self, message: bytes) -> None:
-        self._in += message  # bounded: the client has no more receives to use than we posted, and one answer each
+        self._in += message  # bounded: the client has as many receives as we posted, and one answer for each
         if len(self._in) > 64 * MESSAGE_BYTES * 4:
-            self.queue.failed = "the client sends more than it may"
+            self.queue.failed = "the client sent more messages than it may"
 
     def _forward(self) -> None:
         while self._in and not self._hung_up:
@@ -181,7 +182,7 @@ class _Peer:
         return bool(data)
 
     def close(self) -> None:
-        """See Relay. The card first, then the keys of the slots, then the slots."""
+        """See Relay. Order: the card's queue, then the keys of the slots, then the slots."""
         if self.closed:
             return
         self.closed = True
@@ -213,14 +214,14 @@ class _Segment:
 @dataclass(slots=True)
 class _Session:
     domain: Domain
-    lock: threading.Lock = field(default_factory=threading.Lock)  # of all that follows
+    lock: threading.Lock = field(default_factory=threading.Lock)  # guards all fields below
     peer: _Peer | None = None
     segments: dict[int, _Segment] = field(default_factory=dict)
     ended: bool = False
 
 
 def settings_of(variables: Mapping[str, str]) -> Settings:
-    """Return what SMB_VERBS_... say. Raises InvalidArgumentError."""
+    """Return the settings in the variables SMB_VERBS_... Raises InvalidArgumentError."""
     return Settings.of(variables)
 
 
@@ -230,10 +231,10 @@ class RdmaTarget:
     def __init__(
         self, engine: Engine, instance_id: int, settings: Settings | None, connections_max: int = CONNECTIONS_MAX
     ) -> None:
-        """Settings of None: RDMA is switched off. Never raises for want of a device: `why_not` says."""
+        """`settings` None: RDMA is switched off. A missing device raises nothing: see `why_not`."""
         self.instance_id = instance_id
         self._connections_max = connections_max
-        self._look = threading.Event()  # at the keys' ends
+        self._look = threading.Event()  # wakes the thread that ends keys
         self._ending: threading.Thread | None = None
         self._stopping = False
         self._engine = engine
@@ -254,9 +255,9 @@ class RdmaTarget:
             _log.info("RDMA by %s", self._device)
 
     def connect(self, session_id: int, client: End | pb.VerbsEnd) -> tuple[End, list[ReachableMemory]]:
-        """Make the session's connection to the client's end, ending one that it had.
+        """Connect the session to the client's end. An earlier connection of the session is ended.
 
-        Raises UnavailableError if there is no device, or it refuses, InvalidArgumentError, OutOfMemoryError.
+        Raises UnavailableError if there is no device or it refuses, InvalidArgumentError, OutOfMemoryError.
         """
         if self._device is None:
             raise UnavailableError(f"this memory server has no RDMA: {self.why_not}")
@@ -265,16 +266,16 @@ class RdmaTarget:
         with session.lock:
             self._end_peer(session)
             if session.ended:
-                raise UnavailableError("the session has ended")
+                raise UnavailableError("the session has ended; connect again")
             if self.connections() >= self._connections_max:
                 raise OutOfMemoryError(
-                    f"this memory server has {self._connections_max} RDMA connections, and no more slots for payloads: "
-                    f"each takes {SLOTS * CHUNK_BYTES_MAX >> 20} MiB of locked memory; there is TCP"
+                    f"this memory server has {self._connections_max} RDMA connections already, and no more slots for "
+                    f"payloads: each takes {SLOTS * CHUNK_BYTES_MAX >> 20} MiB of locked memory; use TCP instead"
                 )
             try:
-                moving = self._moving()  # before the peer: where it can't be had, nothing of that is left
+                moving = self._moving()  # before the peer, so that a failure leaves no peer behind
                 peer = _Peer(self._engine, session.domain)
-            except (NoDeviceError, OSError, RuntimeError) as error:  # the last: there is no thread
+            except (NoDeviceError, OSError, RuntimeError) as error:  # RuntimeError: no thread can be started
                 raise UnavailableError(str(error)) from error
             try:
                 peer.queue.connect(theirs)
@@ -289,10 +290,10 @@ class RdmaTarget:
     def open_segment(
         self, session_id: int, segment_id: int, epoch: int, writable: bool, until: float = math.inf
     ) -> Opened:
-        """Register a segment for the session; the same again gives the same keys, until the later of both times
+        """Register a segment for the session. A repetition returns the same keys, valid until the later of both times
         (time.monotonic).
 
-        Raises NotFoundError, InvalidArgumentError (of another epoch), TransportError, NotReadyError (the session has no
+        Raises NotFoundError, InvalidArgumentError (wrong epoch), TransportError, NotReadyError (the session has no
         connection here, as after a restart).
         """
         if until != math.inf:
@@ -303,7 +304,7 @@ class RdmaTarget:
             raise NotReadyError(f"session {session_id:016x} has no RDMA connection here; connect first")
         with session.lock:
             if session.ended:
-                raise InvalidArgumentError(f"session {session_id:016x} has ended")
+                raise InvalidArgumentError(f"session {session_id:016x} has ended; connect again")
             known = session.segments.get(segment_id)
             if known is not None and known.writable != writable:
                 session.segments.pop(segment_id).close()
@@ -315,7 +316,7 @@ class RdmaTarget:
         self._look.set()
         form, held = known.held.form, known.held
         if form.epoch != epoch:
-            raise InvalidArgumentError(f"segment {segment_id:016x} is of epoch {form.epoch}, not {epoch}")
+            raise InvalidArgumentError(f"segment {segment_id:016x} has epoch {form.epoch}, not {epoch}")
         return Opened(
             ReachableMemory(held.address, known.data.remote_key, form.nbytes),
             ReachableMemory(held.states_address, known.states.remote_key, held.states_bytes),
@@ -329,7 +330,7 @@ class RdmaTarget:
         held = self._engine.hold_segment(segment_id)
         try:
             if held.form.epoch != epoch:
-                raise InvalidArgumentError(f"segment {segment_id:016x} is of epoch {held.form.epoch}, not {epoch}")
+                raise InvalidArgumentError(f"segment {segment_id:016x} has epoch {held.form.epoch}, not {epoch}")
             data = domain.register(held.address, held.form.nbytes, read=True, write=writable)
             try:
                 states = domain.register(held.states_address, held.states_bytes, read=True)
@@ -342,7 +343,7 @@ class RdmaTarget:
         return _Segment(held, data, states, writable, -math.inf)
 
     def close_connection(self, session_id: int) -> None:
-        """End the session's connection: nothing that it sent arrives when this returns."""
+        """End the session's connection. After the return no more of its messages arrive."""
         with self._lock:
             session = self._sessions.get(session_id)
         if session is not None:
@@ -350,14 +351,14 @@ class RdmaTarget:
                 self._end_peer(session)
 
     def end_session(self, session_id: int) -> None:
-        """Take everything from it, for good."""
+        """End the session's connection and all of its keys, for good."""
         with self._lock:
             session = self._sessions.pop(session_id, None)
         if session is not None:
             self._end(session)
 
     def forget_segment(self, segment_id: int) -> None:
-        """It is deleted: nobody reaches it from here on, and its memory can be given back."""
+        """End all keys of a deleted segment, so that its memory can be released."""
         with self._lock:
             sessions = list(self._sessions.values())
         for session in sessions:
@@ -367,7 +368,7 @@ class RdmaTarget:
                     known.close()
 
     def connections(self) -> int:
-        """Return how many there are now."""
+        """Return the number of connections."""
         with self._lock:
             return sum(1 for s in self._sessions.values() if s.peer is not None and not s.peer.closed)
 
@@ -386,12 +387,12 @@ class RdmaTarget:
             self._progress.close()
 
     def _have_keys_end(self) -> None:
-        """Begin to end keys with their tokens. Raises UnavailableError: without that there are none."""
+        """Start the thread that ends keys with their tokens. Raises UnavailableError: without it no keys are given."""
         with self._lock:
             if self._ending is None and not self._stopping:
                 self._ending = begin(self._end_expired, "rdma-keys")
                 if self._ending is None:
-                    raise UnavailableError("this memory server has no thread that would end RDMA keys in time")
+                    raise UnavailableError("this memory server cannot start the thread that ends RDMA keys in time")
 
     def _end_expired(self) -> None:
         while not self._stopping:
@@ -411,7 +412,7 @@ class RdmaTarget:
     def _session(self, session_id: int) -> _Session:
         with self._lock:
             if self._device is None:
-                raise UnavailableError("this memory server stops")
+                raise UnavailableError("this memory server is stopping")
             session = self._sessions.get(session_id)
             if session is None:
                 session = self._sessions[session_id] = _Session(Domain(self._device))

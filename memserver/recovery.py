@@ -1,5 +1,5 @@
-"""Takes over the segments of an earlier run: whole ones are served again, unfinished ones removed, additions that
-were interrupted are finished."""
+"""Takes over the segments of an earlier run: complete segments are served again, unfinished ones are removed, and
+interrupted additions are finished."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _log = logging.getLogger("memserver")
 
 
 def recover(engine: Engine, memory_dir: MemoryDirectory, segments: Segments, capacity_bytes: int) -> Life:
-    """Adopt every segment's file of this server's name. A file that is none is reported and left where it is. Returns
-    what was found, for metrics.
+    """Adopt each segment file of this server's name. A file that is not a segment is reported and left in place.
+    Returns what was found, for metrics.
 
-    Raises InvalidArgumentError if they take more than the capacity: they are somebody's data, so none is given up.
+    Raises InvalidArgumentError if the segments take more than the capacity: they are users' data, so none is given up.
     """
     begun = time.monotonic()
     complete, unfinished = memory_dir.segment_files()
@@ -44,9 +44,9 @@ def recover(engine: Engine, memory_dir: MemoryDirectory, segments: Segments, cap
                 f"data up"
             ) from None
         except PermissionDeniedError:
-            _log.error("%s; the file is left aside", memory_dir.refusal(path, fault_at(path)))
+            _log.error("%s; the file stays and is not served", memory_dir.refusal(path, fault_at(path)))
         except Error as error:
-            _log.error("%s; the file is left aside", error)
+            _log.error("%s; the file stays and is not served", error)
     if adopted:
         _log.info("found %d segments of an earlier run, %s", adopted, format_bytes(segments.used_bytes()))
     found = _recover_journal(engine, memory_dir)
@@ -59,10 +59,10 @@ def recover(engine: Engine, memory_dir: MemoryDirectory, segments: Segments, cap
 
 
 def _recover_journal(engine: Engine, memory_dir: MemoryDirectory) -> Recovery:
-    """Finish the changes that a kill interrupted. Clients that come back learn that the changes were made."""
+    """Finish the changes that a kill interrupted. Returning clients learn that the changes were made."""
     found = engine.open_journal(memory_dir.journal_path)
     if found.journal_lost:
-        _log.warning("%s was no journal of ours; it was replaced", memory_dir.journal_path)
+        _log.warning("%s was not a journal of this program; it was replaced", memory_dir.journal_path)
     if found.finished:
         _log.info("finished %d changes that an earlier run was making", found.finished)
     if found.torn_chunks:

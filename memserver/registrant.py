@@ -1,5 +1,5 @@
-"""Decides what this server asks of the coordinator, and what follows from its answers: to register, to renew, to
-register again, at the next coordinator. It makes no calls itself: memserver/registration.py does, and a simulator.
+"""Decides what this server asks of the coordinator (to register, to renew, to register again, or to ask the next
+coordinator) and what follows from the answers. It makes no calls: memserver/registration.py does, and a simulator.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from smb.rpc.coordinator_client import STANDBY, trailers_of
 from smb.rpc.peers import patience
 
 ANSWER_S = 3.0
-RETRY_FIRST_S = 0.1  # a restarted coordinator should see its servers at once
+RETRY_FIRST_S = 0.1  # short, so that a restarted coordinator sees its servers at once
 RETRY_MAX_S = 1.0
-PATIENCE_S = 2.0  # until one that stands by leads: the rest of a lease that was asked for then is long enough
-LEASE_USED = 0.95  # of a lease, counted from before it was asked for: clocks may differ by the rest
+PATIENCE_S = 2.0  # how long a coordinator that stands by may keep a call; a lease granted then is still long enough
+LEASE_USED = 0.95  # of a lease, counted from before the request: the rest allows for differences between clocks
 
 _ELSEWHERE = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED})
 
@@ -47,20 +47,20 @@ _FATAL: dict[grpc.StatusCode, type[Error]] = {
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A call that is to be made now, at the coordinator's address: the method, its request and gRPC's options."""
+    """A call to make now, at the coordinator's address: the method, its request and gRPC's options."""
 
     method: str
     request: Message
     options: Mapping[str, Any]
 
 
-# Yields calls, is sent each reply or thrown its error, and returns after how many seconds the next turn is due.
+# Yields calls, receives each reply or error, and returns after how many seconds the next turn is due.
 Turn = Generator[Call, Any, float]
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """The description that this run of the server registers. Addresses are host:port as clients can reach them."""
+    """What this run of the server registers about itself. Addresses are host:port as clients can reach them."""
 
     name: str
     instance_id: int
@@ -75,7 +75,7 @@ class Identity:
 
 
 class MissingNames:
-    """Names that the coordinator is asked for, and where they go. For metrics: nothing depends on them."""
+    """Names to ask the coordinator for. They are for metrics, so nothing depends on them."""
 
     def __init__(self, engine: Engine, buffers: Names, clients: Names) -> None:
         self._engine = engine
@@ -83,18 +83,18 @@ class MissingNames:
         self._clients = clients
 
     def ask(self, request: pb.RenewServerRequest) -> None:
-        """Ask for those that are missing."""
+        """Add the ids whose names are missing to a renewal."""
         request.unnamed_segments.extend(self._buffers.unknown(self._engine.segment_shares()))
         request.unnamed_sessions.extend(self._clients.unknown(self._engine.session_shares()))
 
     def learn(self, reply: pb.RenewServerReply) -> None:
-        """Take the coordinator's reply."""
+        """Store the names in the coordinator's reply."""
         self._buffers.learn(reply.segment_names)
         self._clients.learn(reply.session_names)
 
 
 class Registrant:
-    """Keeps this server registered, one turn after the other. One thread at a time."""
+    """Keeps this server registered, turn by turn. Used by one thread at a time."""
 
     def __init__(
         self,
@@ -111,30 +111,30 @@ class Registrant:
         boot_s: Callable[[], float] = boot_seconds,
         draw: Callable[[], float] = own_random.random,
     ) -> None:
-        """`load` is asked at each renewal. `on_outcome` is called once: with None once registered, or with why that can
-        never be; `on_keys`, with credentials, each time that the coordinator has answered. `boot_s`: the clock of the
-        lease. `draw`: numbers from 0 to 1, which spread the pauses between tries.
+        """`load` is called at each renewal. `on_outcome` is called once: with None once registered, or with the reason
+        why this can never succeed. `on_keys`, with credentials, is called after each answer of the coordinator.
+        `boot_s`: the clock of the lease. `draw` returns numbers from 0 to 1, which spread the pauses between tries.
         """
         self._addresses = parse_addresses(coordinator)
-        self._at = 0  # which of them leads, as far as is known
-        self._turns = 0  # that were taken in vain, since one answered
-        self._leaders_term = ""  # as one that stands by has named it
+        self._at = 0  # the index of the address that leads, as far as is known
+        self._turns = 0  # failed turns since the last answer
+        self._leaders_term = ""  # the leader's term, as reported by a coordinator that stands by
         self._identity = identity
         self._segments = segments
         self._load = load
         self._missing_names = missing_names
-        self.leases_lost = 0  # times that the coordinator did not know us any more
+        self.leases_lost = 0  # times that the coordinator did not know this server any more
         self._on_outcome = on_outcome
         self._on_keys = on_keys
         self._sessions_seen = pb.SessionsSeen()
         self._decided = False
         self._registered = False
-        self._list_was_old = False  # when the coordinator took it
+        self._list_was_old = False  # a segment in the list was dropped before the coordinator answered
         self._draw = draw
-        self._backoff: Backoff | None = None  # since the last answer; None: no turn has failed since
-        self.connected = False  # whether the coordinator answered the last time
-        self.stops = False  # this server is about to leave, and waits for no leader
-        self._complained: grpc.StatusCode | None = None  # one line for an outage of a kind, not one for every try
+        self._backoff: Backoff | None = None  # None: no turn has failed since the last answer
+        self.connected = False  # whether the coordinator answered the last call
+        self.stops = False  # this server is about to leave, and does not wait for a leader
+        self._complained: grpc.StatusCode | None = None  # the logged failure: an outage is logged once
         self._replication = replication
         self._stamps = stamps
         self._relays = relays
@@ -142,12 +142,12 @@ class Registrant:
 
     @property
     def coordinator(self) -> str:
-        """The address that calls go to now."""
+        """The address to which calls go now."""
         return self._addresses[self._at]
 
     def turn(self) -> Turn:
-        """Register or renew. However that goes, another turn follows: without it the server is lost to everybody, and
-        nobody would hear why.
+        """Register or renew. Another turn follows in any case: without it the server would be lost to the cluster, and
+        no log would say why.
         """
         try:
             lease_ms = yield from (self._renew() if self._registered and not self._list_was_old else self._register())
@@ -161,7 +161,7 @@ class Registrant:
                 return 0.0
             self._failed(error)
         except Exception:  # noqa: BLE001
-            _log.exception("registration: a fault of ours; it is tried again")
+            _log.exception("registration failed because of a bug; trying again")
         else:
             self._registered, self._backoff = True, None
             self._succeeded()
@@ -170,13 +170,13 @@ class Registrant:
         return self._backoff.next_s()
 
     def leaving(self) -> pb.LeaveServerRequest:
-        """Return what is told to the coordinator at the end. From here on others may be given what is ours."""
+        """Return the last message to the coordinator. From here on other servers may take over what is held here."""
         if self._replication is not None:
             self._replication.serve_until(0.0)
         return pb.LeaveServerRequest(name=self._identity.name, instance_id=self._identity.instance_id)
 
     def _ask_the_next(self) -> bool:
-        """Go on to the next address; return whether there is one that was not asked since one answered."""
+        """Go on to the next address. Returns False once all addresses were asked without an answer."""
         if len(self._addresses) == 1:
             return False
         self._at = (self._at + 1) % len(self._addresses)
@@ -184,7 +184,7 @@ class Registrant:
         return self._turns % len(self._addresses) != 0
 
     def _note_leader(self, error: grpc.RpcError) -> None:
-        """Of one that stands by; a leader that is slow is asked again, and nobody waits for another one."""
+        """Remember the leader that a coordinator which stands by names; a slow leader is simply asked again."""
         trailers = trailers_of(error)
         if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
             self._leaders_term = ""
@@ -192,7 +192,7 @@ class Registrant:
             self._leaders_term = trailers[STANDBY]
 
     def _patience(self) -> dict[str, Any]:
-        """Return the options of a call: once all have been asked in vain, one that stands by may keep it."""
+        """Return a call's options: after all addresses failed, a coordinator that stands by may keep the call."""
         term = self._leaders_term if self._turns >= len(self._addresses) and not self.stops else ""
         return {"timeout": ANSWER_S + (PATIENCE_S if term else 0.0), "metadata": patience(PATIENCE_S, term)}
 
@@ -228,7 +228,7 @@ class Registrant:
             self._segments.take_up(segment_id)
             _log.info("segment %016x is not quarantined any more: a buffer has it", segment_id)
         self._drop(reply, held)
-        # The coordinator lists a segment here that was dropped since the list was made: the next turn tells it again.
+        # If the coordinator lists a segment that was dropped since the list was made, the next turn reports it again.
         self._list_was_old = not {*ids} - {*reply.drop_segment_ids} <= {*self._segments.ids()}
         if self._stamps is not None and reply.HasField("stamp"):
             if reply.stamp.term not in {each.term for each in self._stamps.reported()}:
@@ -285,7 +285,7 @@ class Registrant:
         return int(reply.lease_ms)
 
     def _take_roles(self, reply: pb.RegisterServerReply | pb.RenewServerReply, asked_s: float) -> None:
-        """Roles first: the lease is for what this server has by the same answer."""
+        """Take roles before the lease, because the lease covers the roles in the same answer."""
         if self._replication is not None:
             self._replication.take(reply.replicas)
             self._replication.serve_until(asked_s + LEASE_USED * reply.lease_ms / 1000)
@@ -297,7 +297,7 @@ class Registrant:
     def _end(self, ended: pb.EndedSessions) -> None:
         self._segments.end_sessions(ended.session_ids)
         self._segments.know_ended(not ended.forgotten)
-        # Not before they have ended here: the coordinator does not repeat what we confirm.
+        # Only after they have ended here, because the coordinator does not repeat sessions that we confirm.
         self._sessions_seen = pb.SessionsSeen(incarnation=ended.incarnation, last_number=ended.last_number)
 
     def _succeeded(self) -> None:

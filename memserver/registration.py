@@ -1,7 +1,7 @@
-"""Tells the coordinator that this server is here: registers, renews, registers again, leaves. One thread of its own,
-which makes the calls that memserver/registrant.py decides on.
+"""Tells the coordinator that this server is here: registers, renews, registers again, leaves. It has one thread, which
+makes the calls that memserver/registrant.py decides on.
 
-The data plane never waits for any of this: while the coordinator is down, the server serves on and keeps trying.
+The data plane never waits for any of this: while the coordinator is down, the server goes on serving and keeps trying.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _log = logging.getLogger("memserver")
 
 
 class Registration:
-    """Keeps this server registered at the coordinator. `close` it."""
+    """Keeps this server registered at the coordinator. Call `close` at the end."""
 
     def __init__(
         self,
@@ -32,10 +32,10 @@ class Registration:
         replication: Replication | None = None,
         relays: Relays | None = None,
     ) -> None:
-        """Begin. What `replication` and `relays` have to tell makes the next turn come at once."""
+        """Start. News of `replication` and `relays` makes the next turn come at once."""
         self._registrant = registrant
         self._stop = threading.Event()
-        self._hurry = threading.Event()  # the next renewal is due now
+        self._hurry = threading.Event()  # set when the next renewal is due now
         for component in (replication, relays):
             if component is not None:
                 component.on_news = self._hurry.set
@@ -47,15 +47,15 @@ class Registration:
 
     @property
     def leases_lost(self) -> int:
-        """How often the coordinator did not know us any more."""
+        """How often the coordinator did not know this server any more."""
         return self._registrant.leases_lost
 
     def connected(self) -> bool:
-        """Whether the coordinator answered the last time."""
+        """Whether the coordinator answered the last call."""
         return self._registrant.connected
 
     def close(self) -> None:
-        """Leave the coordinator, if it can be reached. Blocks for a few seconds at most."""
+        """Tell the coordinator that this server leaves, if it can be reached. Blocks for a few seconds at most."""
         self._registrant.stops = True
         self._stop.set()
         self._hurry.set()
@@ -74,8 +74,8 @@ class Registration:
         self._stub = CoordinatorStub(self._channel)  # type: ignore[no-untyped-call]
 
     def _connect_again(self) -> None:
-        """Connect with what the files of the certificate hold now, to the coordinator that is asked now. Calls are made
-        by one thread, so none is under way.
+        """Connect with the current certificate, to the coordinator that is asked now. One thread makes all calls, so
+        none is in progress.
         """
         found = self._current.now() if self._current is not None else None
         if found is not self._used or self._registrant.coordinator != self._connected_to:
@@ -96,7 +96,7 @@ class Registration:
                 try:
                     self._connect_again()
                     reply = getattr(self._stub, call.method)(call.request, **call.options)
-                # What is no answer of the coordinator's is a fault of ours, which the turn tells of.
+                # Any other exception than an answer of the coordinator is a bug, which the turn logs.
                 except Exception as error:  # noqa: BLE001
                     call = turn.throw(error)
                 else:

@@ -1,7 +1,7 @@
-"""Has this server's mirrors filled: by a process of its own, for a daemon knows no client (smb/relay).
+"""Has this server's mirrors filled by a separate process, because a daemon imports no client (smb/relay).
 
-It runs while there is a mirror here. It gets its tasks by its standard input and reports by its standard output, one
-JSON text in each line. It ends with its input, so also where this daemon is killed.
+The process runs while a mirror is here. It gets its tasks on its standard input and reports on its standard output, one
+JSON text per line. It ends when its input ends, and so also when this daemon is killed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from smb.rpc import control_pb2 as pb
 from smb.rpc.bounds import ITEMS_MAX
 from smb.security.credentials import CA_VARIABLE, CERTIFICATE_VARIABLE, KEY_VARIABLE, Credentials
 
-_AGAIN_FIRST_S, _AGAIN_MAX_S = 1.0, 10.0  # after its end, before it is started again
+_AGAIN_FIRST_S, _AGAIN_MAX_S = 1.0, 10.0  # pauses before it is started again
 _LOOK_S = 0.25
 _END_S = 2.0
 
@@ -30,28 +30,28 @@ _log = logging.getLogger("memserver")
 
 
 class Relays:
-    """The mirrors that the coordinator wants to be filled here, and the process that does it. `close` it."""
+    """The mirrors that the coordinator wants filled here, and the process that fills them. Call `close` at the end."""
 
     def __init__(self, coordinator: str, server: str, credentials: Credentials | None = None) -> None:
-        """With credentials the process shows them, too: what a memory server's relay may is little."""
+        """With credentials the process shows them too, but a memory server's relay may reach little."""
         self._command = python_m("smb.relay", coordinator, server)
         self._variables: dict[str, str] = {}
         if credentials is not None:
-            self._variables = {  # paths: it follows the files, as we do
+            self._variables = {  # paths, so that it follows changes of the files, as this daemon does
                 CA_VARIABLE: str(credentials.ca_path),
                 CERTIFICATE_VARIABLE: str(credentials.certificate_path),
                 KEY_VARIABLE: str(credentials.key_path),
             }
         self._lock = threading.Lock()
-        self._wanted = ""  # the last line; empty: nothing
+        self._wanted = ""  # the last line sent; empty: no mirrors
         self._reports: list[pb.MirrorReport] = []
         self._changed = threading.Event()
-        self.on_news: Callable[[], None] = lambda: None  # other mirrors are reported: the coordinator plans with them
+        self.on_news: Callable[[], None] = lambda: None  # called when the reported mirrors change
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
     def take(self, tasks: Iterable[pb.MirrorTask]) -> None:
-        """Fill these, and no others. Does not wait."""
+        """Fill these mirrors, and no others. Does not wait."""
         wanted = [
             {
                 "name": task.name,
@@ -68,7 +68,7 @@ class Relays:
         self._changed.set()
 
     def reports(self) -> list[pb.MirrorReport]:
-        """Return what the process told last; nothing while it does not run."""
+        """Return the process's last reports; empty while it does not run."""
         with self._lock:
             return self._reports[:ITEMS_MAX]
 
@@ -89,14 +89,14 @@ class Relays:
                 begun = time.monotonic()
                 try:
                     self._serve()
-                except (OSError, RuntimeError) as error:  # no process, descriptor or thread is to be had
-                    _log.error("the relay cannot be started: %s; it is tried again", error)
-                if time.monotonic() - begun > _AGAIN_MAX_S:  # it has worked
+                except (OSError, RuntimeError) as error:  # no process, descriptor or thread is available
+                    _log.error("the relay cannot be started: %s; trying again", error)
+                if time.monotonic() - begun > _AGAIN_MAX_S:  # it has run for a while
                     backoff = Backoff(_AGAIN_FIRST_S, _AGAIN_MAX_S)
                 self._stop.wait(backoff.next_s())
 
     def _serve(self) -> None:
-        """Run the process, from its start to its end."""
+        """Run the process from its start to its end."""
         environment = os.environ | self._variables
         process = subprocess.Popen(  # noqa: S603 - our own module
             self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
@@ -111,7 +111,7 @@ class Relays:
                     self._changed.clear()
                     process.stdin.write(self._wanted)
                     process.stdin.flush()
-        except OSError:  # it ended
+        except OSError:  # the process has ended
             pass
         finally:
             with contextlib.suppress(OSError):
@@ -126,7 +126,7 @@ class Relays:
             with self._lock:
                 self._reports = []
             if process.returncode and not self._stop.is_set():
-                _log.error("the relay ended with status %d; it is started again", process.returncode)
+                _log.error("the relay ended with status %d; starting it again", process.returncode)
 
     def _read(self, process: subprocess.Popen[str]) -> None:
         assert process.stdout is not None

@@ -1,8 +1,8 @@
-"""Segments with two copies (docs/decisions/0025): this server's roles, and connections to the backups of its primaries.
+"""Segments with two copies (docs/decisions/0025): this server's roles, and its primaries' connections to their backups.
 
-The engine forwards and waits; here roles are taken from the coordinator's answers, backups are connected to, and the
-coordinator is told where that does not work. One thread, which sleeps until the engine tells of a change; while some
-connection does not work it looks every 50 ms, as that is how often it tries to make one.
+The engine forwards and waits. This module takes roles from the coordinator's answers, connects to backups, and tells
+the coordinator if that fails. It has one thread, which sleeps until the engine reports a change. While some connection
+is broken, the thread looks every 50 ms, which is how often it tries to connect.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from smb.rpc import control_pb2 as pb
 from smb.security.credentials import server_name
 
 NONE, PRIMARY, BACKUP = 0, 1, 2
-LOOK_S = 0.05  # while something is broken
-COPY_BROKEN_MS = 1000  # then a server goes on without a copy that is being made
-BROKEN_MS = 100  # a connection that is just being made is not broken yet
-TELL_S = 0.3  # while something is broken the coordinator is told that often
+LOOK_S = 0.05  # between looks while a connection is broken
+COPY_BROKEN_MS = 1000  # after this time a server goes on without a copy that is being made
+BROKEN_MS = 100  # a connection that is just being made does not count as broken before this time
+TELL_S = 0.3  # between reports to the coordinator while a connection is broken
 DIAL_S = 0.5
-SILENT_MS = 2000  # a backup's host that acknowledges nothing for so long is taken for unreachable
+SILENT_MS = 2000  # a backup's host that acknowledges nothing for this long counts as unreachable
 REPORTED_MAX = 4096
-COPIES_REPORTED_MAX = 256  # the coordinator has a server make a few at a time
+COPIES_REPORTED_MAX = 256  # far more than the coordinator has one server make at a time
 
 _NOT_TAKEN = frozenset(map(status_name, (Status.DENIED, Status.UNTRUSTED)))
 
@@ -40,7 +40,7 @@ _log = logging.getLogger("memserver")
 
 
 def boot_seconds() -> float:
-    """Seconds that go on while the host sleeps."""
+    """Seconds on a clock that also runs while the host sleeps."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
@@ -55,7 +55,7 @@ def connect(address: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ServerOutside:
-    """The clocks, threads and connections that it has from outside."""
+    """The clocks, threads and connections, which a simulator replaces."""
 
     now: Callable[[], float] = time.monotonic
     boot_s: Callable[[], float] = boot_seconds
@@ -64,7 +64,7 @@ class ServerOutside:
 
 
 class Replication:
-    """`close` it. Methods may be called from any thread."""
+    """This server's roles and connections. Call `close` at the end. Methods may be called from any thread."""
 
     def __init__(
         self,
@@ -74,29 +74,29 @@ class Replication:
         on_role: Callable[[int, int], None] = lambda *_: None,
         outside: ServerOutside | None = None,
     ) -> None:
-        """`copy_rate`: bytes per second that new copies take; 0: as many as the network does. `shown`: returns what is
-        shown to backups, inside TLS; None: there are no credentials, or data goes without TLS. `on_role`: a segment has
-        a role, in that epoch. `outside` None: this host's.
+        """`copy_rate`: bytes per second for new copies; 0: unbounded. `shown`: returns the credentials that are shown
+        to backups, inside TLS; None: there are none, or data goes without TLS. `on_role` is called when a segment gets
+        a role in an epoch. `outside` None: this host's clocks and network.
         """
         self._outside = outside or ServerOutside()
         self._logged_at = -math.inf
         self._engine = engine
         self._shown = shown
-        self._complained: dict[int, str] = {}  # by segment: what was said of its backup last
+        self._complained: dict[int, str] = {}  # by segment: what was last logged about its backup
         self._lock = threading.Lock()
         self._parts: dict[int, pb.Replica] = {}
         self._broken: list[pb.BrokenPair] = []
         self._stopping = False
         self._serving_until_s = 0.0
-        self.on_news: Callable[[], None] = lambda: None  # the coordinator is to be told now
+        self.on_news: Callable[[], None] = lambda: None  # called when the coordinator must be told now
         self._on_role = on_role
         self.copier = Copier(engine, copy_rate, self._tell, self._outside.now, self._outside.begin)
         self._thread: threading.Thread | None = None
 
     def take(self, parts: Iterable[pb.Replica]) -> list[int]:
-        """Take what the coordinator says of our parts; others stay as they are. Return the segments that can't move, of
-        those of which that is asked. Raises NotFoundError, UnavailableError where we are asked about a part that is not
-        ours.
+        """Take over these roles from the coordinator; other segments keep theirs. Returns the segments that cannot
+        move, out of those for which the coordinator asks. Raises NotFoundError or UnavailableError if the coordinator
+        asks to confirm a role that this server does not have.
         """
         bound: list[int] = []
         for part in parts:
@@ -109,7 +109,7 @@ class Replication:
                 continue
             try:
                 self._engine.set_replica(part.segment_id, part.epoch, part.role, part.peer, copying=part.copying)
-            except NotFoundError:  # not here, or not yet
+            except NotFoundError:  # the segment is not here, or not yet
                 continue
             except InvalidArgumentError as error:
                 _log.error("segment %016x, epoch %d: %s", part.segment_id, part.epoch, error)
@@ -157,14 +157,14 @@ class Replication:
         self._engine.serve_until(boot_s)
 
     def copies(self) -> list[pb.CopyProgress]:
-        """Return how far this server is with copies that it makes, for the coordinator."""
+        """Return the progress of this server's copies, for the coordinator."""
         return self.copier.progress()[:COPIES_REPORTED_MAX]
 
     def _tell(self) -> None:
         self.on_news()
 
     def broken(self) -> list[pb.BrokenPair]:
-        """Return what does not work now, for the coordinator."""
+        """Return the connections that are broken now, for the coordinator."""
         with self._lock:
             return self._broken[:REPORTED_MAX]
 
@@ -177,10 +177,10 @@ class Replication:
         self.copier.close()
 
     def _start(self) -> None:
-        """With the lock."""
+        """Start the thread if it does not run. The caller holds the lock."""
         if self._thread is None and not self._stopping:
             self._thread = self._outside.begin(self._run, "replication")
-        self._engine.wake_replicas()  # a peer may have another address by now
+        self._engine.wake_replicas()  # a peer may have a new address
 
     def _run(self) -> None:
         seen, works = 0, False
@@ -189,7 +189,7 @@ class Replication:
             works = self.look()
 
     def look(self) -> bool:
-        """Look after all connections once; return whether all work. By one thread."""
+        """Look at all connections once, and return whether all work. Called by one thread only."""
         with self._lock:
             if self._stopping:
                 return True
@@ -203,17 +203,17 @@ class Replication:
         return works
 
     def _look(self, parts: dict[int, pb.Replica]) -> tuple[list[pb.BrokenPair], bool]:
-        """Return what has been broken for a while, and whether all works now."""
+        """Return the connections that have been broken for a while, and whether all work now."""
         broken, works = [], True
-        unreachable: set[str] = set()  # in this round: one try for each server
-        dialled: set[int] = set()  # bundles: their members have one connection
+        unreachable: set[str] = set()  # in this round, so that each server is tried once
+        dialled: set[int] = set()  # bundles, because all members share one connection
         lease_out = self._outside.boot_s() >= self._serving_until_s
         for status in self._engine.replicas():
             part = parts.get(status.segment_id)
             if part is None or part.epoch != status.epoch or not part.peer:
                 continue
             if status.role == PRIMARY and not status.paired:
-                continue  # a copy that was given up
+                continue  # the copy was given up
             works = works and status.broken_ms == 0
             self._complain(part, status)
             dialled |= {status.bundle_id} if status.dialled else set()
@@ -226,19 +226,19 @@ class Replication:
             if status.broken_ms >= BROKEN_MS:
                 broken.append(pb.BrokenPair(segment_id=part.segment_id, epoch=part.epoch, for_ms=status.broken_ms))
                 if status.role == PRIMARY and lease_out:
-                    # Neither the backup nor the coordinator says that it is ours: clients may know better.
+                    # Neither the backup nor the coordinator confirms our role: clients may know the right server.
                     self._engine.suspend(status.segment_id)
         return broken, works
 
     def _complain(self, part: pb.Replica, status: ReplicaStatus) -> None:
-        """Say once that the backup does not take us: that does not pass as a broken connection does."""
+        """Log once that the backup refuses us, because that does not pass as a broken connection does."""
         why = status.refused if status.broken_ms and status.refused in _NOT_TAKEN else ""
         with self._lock:
             before = self._complained.get(part.segment_id, "")
             self._complained[part.segment_id] = why
         if why and why != before:
             _log.warning(
-                "segment %016x: memory server %s at %s does not take changes of it from here: %s",
+                "segment %016x: memory server %s at %s refuses changes of it from this server: %s",
                 part.segment_id,
                 part.peer,
                 part.data_address,

@@ -1,8 +1,8 @@
-"""The segments that this server holds, and who may make or drop one when.
+"""The segments that this server holds, and rules about who may make or drop one when.
 
-Threads: the control service's. `_lock` guards the books only; making a segment (zeroing memory) and deleting one happen
-outside of it. Of one segment there is one operation at a time: a drop waits for the making to end, so that nothing of
-it stays.
+Threads: the control service's. `_lock` guards only the books; making a segment (zeroing memory) and deleting one happen
+outside of it. One operation at a time runs on each segment: a drop waits for the making to end, so that no part of the
+segment stays.
 """
 
 from __future__ import annotations
@@ -22,39 +22,39 @@ from smb.drop_reasons import Ground
 from smb.engine import segment_file_bytes
 from smb.errors import AlreadyExistsError, InvalidArgumentError, NotFoundError, OutOfMemoryError
 
-# Ids are never used twice, so a creation that comes after its drop is a straggler of one that was given up. So many are
-# remembered.
+# Ids are never reused, so a creation after its drop is a late request of a creation that was given up. This many drops
+# are remembered.
 DROPPED_MAX = 4096
 FOR_GOOD = 2**32 - 1
-# As many ended sessions as the coordinator remembers: after its restart it tells of all of them again.
+# The number of ended sessions that the coordinator remembers: after its restart it reports all of them again.
 ENDED_MAX = 65_536
 
 _log = logging.getLogger("memserver")
 
 
 class Segments:
-    """The segments that are held, by id."""
+    """The segments that this server holds, by id."""
 
     def __init__(
         self, engine: Engine, memory_dir: MemoryDirectory, capacity_bytes: int, limit: MemoryLimit | None = None
     ) -> None:
-        """`limit` None: there is none, or the directory's pages do not count against it."""
+        """`limit` None: there is no limit, or the directory's pages do not count against it."""
         self._limit = limit
-        self._making_bytes = 0  # of the segments that are being made
+        self._making_bytes = 0  # bytes of the segments that are being made
         self._engine = engine
         self._memory_dir = memory_dir
         self._capacity_bytes = capacity_bytes
         self._lock = threading.Condition()
         self._held: dict[int, SegmentForm] = {}
         self._busy: set[int] = set()
-        self._dropped: dict[int, int] = {}  # up to which epoch, in the order in which they came
-        self._ended: dict[int, None] = {}  # in the order in which they came
+        self._dropped: dict[int, int] = {}  # dropped segments with the highest dropped epoch, oldest first
+        self._ended: dict[int, None] = {}  # ended sessions, oldest first
         self._quarantined = memory_dir.quarantined()
-        self.on_drop: Callable[[int], None] = lambda _id: None  # once it is served no more
-        self.on_end: Callable[[int], None] = lambda _id: None  # once the engine lets it in no more
+        self.on_drop: Callable[[int], None] = lambda _id: None  # called once a segment is not served any more
+        self.on_end: Callable[[int], None] = lambda _id: None  # called once the engine refuses a session
 
     def adopt(self, form: SegmentForm) -> None:
-        """Take note of a segment that the engine serves already."""
+        """Add a segment that the engine serves already."""
         with self._lock:
             self._held[form.id] = form
 
@@ -67,11 +67,12 @@ class Segments:
         anew: bool = False,
         bundle_id: int = 0,
     ) -> None:
-        """Make it; the same again is no error. Blocks while its memory is zeroed. Tokens of its lock are higher than
-        `token_floor`. `replicate`, of a segment with two copies, gives it its role; it may be made again in a later
-        epoch. `bundle_id`: it moves with those of that number; 0: alone. `anew`: what is here of an earlier one goes.
+        """Make the segment; a repetition is not an error. Blocks while its memory is zeroed. Tokens of its lock are
+        above `token_floor`. `replicate`, for a segment with two copies, gives it its role; such a segment may be made
+        again in a later epoch. `bundle_id`: the bundle with which it moves; 0: it moves alone. `anew`: an earlier copy
+        that is here is destroyed.
 
-        Raises OutOfMemoryError, InvalidArgumentError, AlreadyExistsError (it is there and different), NotFoundError (it
+        Raises OutOfMemoryError, InvalidArgumentError, AlreadyExistsError (a different one is here), NotFoundError (it
         was dropped).
         """
         with self._lock:
@@ -79,18 +80,20 @@ class Segments:
             held = self._held.get(form.id)
             known = max(self._dropped.get(form.id, 0), held.epoch if anew and held is not None else 0)
             if form.epoch <= known and held != form:
-                raise NotFoundError(f"segment {form.id:016x} was dropped before; it is not made again")
+                raise NotFoundError(f"segment {form.id:016x} was dropped before and cannot be made again")
             if held == form:
-                self._held[form.id] = form  # so give_up() sees that it was asked for again
+                self._held[form.id] = form  # a new object, so that give_up() sees the repetition
                 if token_floor:
                     self._engine.raise_token(form.id, token_floor)
                 return
             if held is not None and not anew:
-                raise AlreadyExistsError(f"segment {form.id:016x} is there with another form: {held}, not {form}")
-            # The source of the copy has a whole one, of the epoch before: the coordinator has just asked it.
+                raise AlreadyExistsError(
+                    f"segment {form.id:016x} is here already, and differs: it has {held}, the request {form}"
+                )
+            # The source of the copy has a whole one of the epoch before: the coordinator has just checked that.
             why = self._why_not(form.id, Ground.SUPERSEDED, form.epoch - 1) if held is not None else ""
             if why or form.id in self._quarantined:
-                raise AlreadyExistsError(f"segment {form.id:016x} is not made anew: {why or 'it is in quarantine'}")
+                raise AlreadyExistsError(f"segment {form.id:016x} cannot be made anew: {why or 'it is in quarantine'}")
             self._busy.add(form.id)
             self._held.pop(form.id, None)
         try:
@@ -98,11 +101,11 @@ class Segments:
                 self._destroy(form.id)
             self._make(form, None if replicate is None else bundle_id)
             try:
-                if token_floor:  # before anybody else has heard of it
+                if token_floor:  # before any client can reach it
                     self._engine.raise_token(form.id, token_floor)
                 if replicate is not None:
                     replicate()
-            except BaseException:  # nothing is in it, and it is in no books: nobody would drop it
+            except BaseException:  # it is empty and in no books, so nobody else would drop it
                 self._destroy(form.id)
                 raise
             failpoint("memserver.create.made")
@@ -112,8 +115,8 @@ class Segments:
             self._end(form.id)
 
     def drop(self, segment_id: int, epoch: int = FOR_GOOD, ground: Ground = Ground.UNKNOWN) -> None:
-        """Drop it and its file; one that is not here is no error. A copy that was made in a later epoch stays, and one
-        that memserver/drop_rules.py does not let go.
+        """Drop a segment and its file; a missing one is not an error. A copy that was made in a later epoch stays, and
+        so does one that memserver/drop_rules.py protects.
         """
         with self._lock:
             self._lock.wait_for(lambda: segment_id not in self._busy)
@@ -123,7 +126,7 @@ class Segments:
             if held is not None and (why := self._why_not(segment_id, ground, epoch)):
                 _log.warning("segment %016x is kept: %s", segment_id, why)
                 return
-            if ground is not Ground.FORGOTTEN:  # it may get a copy again
+            if ground is not Ground.FORGOTTEN:  # a forgotten segment may get a copy here again
                 self._dropped[segment_id] = max(epoch, self._dropped.pop(segment_id, 0))
             if len(self._dropped) > DROPPED_MAX:
                 del self._dropped[next(iter(self._dropped))]
@@ -133,15 +136,16 @@ class Segments:
         self._delete(segment_id)
 
     def forget_drops(self) -> None:
-        """Let segments be made again that were dropped for good. They were refused because a creation may come late. A
-        coordinator whose records were restored may have them again, and a late creation of its predecessor has no data.
+        """Allow segments to be made again that were dropped for good. They were refused because a creation may come
+        late. A coordinator whose records were restored may have them again, and a late creation of its predecessor has
+        no data.
         """
         with self._lock:
             self._dropped = {each: epoch for each, epoch in self._dropped.items() if epoch != FOR_GOOD}
 
     def give_up(self, seen: SegmentForm, epoch: int) -> bool:
-        """Drop a copy that held() has shown, unless it was made later than in that epoch, or was made or asked for
-        since. It may be made again, in the same epoch too. Returns whether it was dropped.
+        """Drop a copy that held() has returned, unless it was made in a later epoch, or made or requested again since.
+        It may be made again, also in the same epoch. Returns whether it was dropped.
         """
         with self._lock:
             if self._held.get(seen.id) is not seen or seen.epoch > epoch:
@@ -154,7 +158,7 @@ class Segments:
         return True
 
     def _take(self, segment_id: int) -> None:
-        """Take it out of the books, for _delete. Under the lock."""
+        """Remove it from the books, for _delete. The caller holds the lock."""
         del self._held[segment_id]
         self._busy.add(segment_id)
 
@@ -166,20 +170,20 @@ class Segments:
             self._end(segment_id)
 
     def _why_not(self, segment_id: int, ground: Ground, epoch: int) -> str:
-        """Return why it must stay. Under the lock."""
+        """Return why the segment must stay. The caller holds the lock."""
         held = self._engine.holds(segment_id)
         if held is None:
             return ""
         return why_not(held, ground, epoch, quarantined=segment_id in self._quarantined)
 
     def _destroy(self, segment_id: int) -> None:
-        """Give its memory up. The only place where this daemon does so, after `_why_not` or of what was never used."""
+        """Release a segment's memory. No other code of this daemon does; `_why_not` was asked, or it was never used."""
         self._engine.delete_segment(segment_id)
         self.on_drop(segment_id)
         self.take_up(segment_id)
 
     def quarantine(self, segment_ids: Iterable[int]) -> None:
-        """Keep these, over restarts too, until they are taken up or dropped for a reason."""
+        """Keep these segments, also over restarts, until they are taken up, or dropped for a reason."""
         for segment_id in segment_ids:
             with self._lock:
                 if segment_id in self._held and segment_id not in self._quarantined:
@@ -188,21 +192,22 @@ class Segments:
                     _log.warning("segment %016x is quarantined: the coordinator's records do not have it", segment_id)
 
     def take_up(self, segment_id: int) -> None:
-        """End its quarantine: a buffer has it, or it is gone."""
+        """End a segment's quarantine, because a buffer has it or it is gone."""
         with self._lock:
             if segment_id in self._quarantined:
                 self._memory_dir.quarantine(segment_id, ends=True)
                 self._quarantined.discard(segment_id)
 
     def role_taken(self, segment_id: int, epoch: int) -> None:
-        """Its quarantine ends: the records have it here, in that epoch, unless its file has a later one."""
+        """End the quarantine of a segment that the records place here in that epoch, unless its file has a later
+        one."""
         if segment_id in self._quarantined:
             held = self._engine.holds(segment_id)
             if held is not None and held.epoch == epoch:
                 self.take_up(segment_id)
 
     def inventory(self) -> dict[int, tuple[FoundSegment, bool]]:
-        """Return what is held now, by id, and whether it is in quarantine."""
+        """Return the segments that are here now, by id, each with whether it is quarantined."""
         found = self._engine.held()
         with self._lock:
             return {
@@ -210,32 +215,33 @@ class Segments:
             }
 
     def bind(self, segment_id: int) -> bool:
-        """Have a segment stay on this server; return False if it may move already. True, too, if it is not here."""
+        """Bind a segment to this server. False if it may move already; True also if it is not here."""
         with suppress(NotFoundError):
             return self._engine.bind(segment_id)
         return True
 
     def retire(self, segment_ids: Iterable[int], idle_ms: int) -> dict[int, int]:
-        """Have those that are idle answer no more requests; return their locks' last tokens, by id."""
+        """Retire the idle ones of these segments: they answer no more requests. Return their locks' last tokens by
+        id."""
         with self._lock:
             there = [segment_id for segment_id in segment_ids if segment_id in self._held]
         tokens: dict[int, int] = {}
         for segment_id in there:
-            with suppress(NotFoundError):  # it was dropped meanwhile
+            with suppress(NotFoundError):  # the segment was dropped meanwhile
                 token = self._engine.retire_segment(segment_id, idle_ms)
                 if token is not None:
                     tokens[segment_id] = token
         return tokens
 
     def end_sessions(self, session_ids: Iterable[int]) -> None:
-        """Give up what these sessions hold of any segment, and let them in no more; a repetition costs nothing."""
+        """Give up all that these sessions hold here, and refuse them from now on. Repetitions are cheap."""
         for session_id in session_ids:
             with self._lock:
                 if session_id in self._ended:
                     continue
             self._engine.end_session(session_id)
             self.on_end(session_id)
-            # Only now: others may rely on a session's end.
+            # Recorded only now, because other threads may rely on a recorded end.
             with self._lock:
                 self._ended[session_id] = None
                 if len(self._ended) > ENDED_MAX:
@@ -243,37 +249,37 @@ class Segments:
             failpoint("memserver.session.ended")
 
     def know_ended(self, all_of_them: bool) -> None:
-        """Say whether end_sessions has had every session that has ended, also during earlier runs."""
+        """Set whether end_sessions was given each session that has ended, also during earlier runs."""
         self._engine.know_ended(all_of_them)
 
     def has_ended(self, session_id: int) -> bool:
-        """Return whether end_sessions has had this session."""
+        """Return whether end_sessions was given this session."""
         with self._lock:
             return session_id in self._ended
 
     def held(self) -> dict[int, SegmentForm]:
-        """Return what is held, by id. One that is made, or asked for, again has another object from then on."""
+        """Return the segments by id. A segment that is made or requested again has a new object from then on."""
         with self._lock:
             return dict(self._held)
 
     def ids(self) -> list[int]:
-        """Return the ids of all that is held or being made."""
+        """Return the ids of all segments here, including those being made."""
         with self._lock:
             return sorted(self._held.keys() | self._busy)
 
     def file_bytes(self) -> dict[int, int]:
-        """Return the bytes of capacity that each segment takes, by its id."""
+        """Return how many bytes of capacity each segment takes, by id."""
         forms = self.held().values()
         return {form.id: segment_file_bytes(form.nbytes, form.chunk_bytes) for form in forms}
 
     def used_bytes(self) -> int:
-        """Return the bytes of capacity that are taken."""
+        """Return how many bytes of capacity are taken."""
         return self._engine.counters().segment_bytes
 
     def _make(self, form: SegmentForm, bundle_id: int | None) -> None:
         file_bytes = segment_file_bytes(form.nbytes, form.chunk_bytes)
         if file_bytes == 0:
-            raise InvalidArgumentError(f"no segment has {form.nbytes} bytes in chunks of {form.chunk_bytes}")
+            raise InvalidArgumentError(f"a segment cannot have {form.nbytes} bytes in chunks of {form.chunk_bytes}")
         with self._lock:
             self._making_bytes += file_bytes
         try:
@@ -287,22 +293,28 @@ class Segments:
                 self._making_bytes -= file_bytes
 
     def _check_limit(self, file_bytes: int) -> None:
-        """Raise OutOfMemoryError rather than have the kernel kill us in the middle."""
+        """Raise OutOfMemoryError before the kernel would kill this process for exceeding its memory limit."""
         room = self._limit.room_bytes() if self._limit is not None else None
         if room is None or self._limit is None:
             return
-        # A segment in the making counts as a whole: some of it may be in `room` already, which errs to the safe side.
+        # A segment that is being made counts as a whole, though part of it may be in `room` already: this is the safe
+        # side.
         left = room - HEADROOM_BYTES - (self._making_bytes - file_bytes)
         if file_bytes > left:
             asked, free, whole = map(format_bytes, (file_bytes, max(left, 0), self._limit.nbytes or 0))
-            raise OutOfMemoryError(f"{asked} asked, {free} left below the memory limit of its process, {whole}")
+            raise OutOfMemoryError(
+                f"{asked} were asked for, and {free} are left below the memory limit of its process, {whole}"
+            )
 
     def _no_room(self, file_bytes: int) -> str:
         free_bytes = self._capacity_bytes - self.used_bytes()
         asked, free, whole = map(format_bytes, (file_bytes, max(free_bytes, 0), self._capacity_bytes))
         if file_bytes > free_bytes:
-            return f"{asked} asked, {free} of {whole} free"
-        return f"{asked} asked, {free} of {whole} free, but the file system of {self._memory_dir.directory} is full"
+            return f"{asked} were asked for, and {free} of {whole} are free"
+        return (
+            f"{asked} were asked for, and {free} of {whole} are free, but the file system of "
+            f"{self._memory_dir.directory} is full"
+        )
 
     def _end(self, segment_id: int) -> None:
         with self._lock:

@@ -1,9 +1,9 @@
-"""How new the coordinator's records were when this memory last changed: the stamps that the coordinator has told.
+"""Stamps: how new the coordinator's records were when this server's memory last changed, as the coordinator reported.
 
 They lie beside the segments and end with them. At each registration the coordinator compares them with the history of
-its store: a store that was restored from an older backup does not have them, and then nothing is dropped for being
-unknown to it. A symbolic link holds them, as its text is replaced whole by one rename, on hugetlbfs too, which has no
-ordinary files.
+its store. A store that was restored from an older backup does not have them, and then no segment is dropped because
+that store does not know it. The stamps are the text of a symbolic link, because one rename replaces that text as a
+whole, also on hugetlbfs, which has no ordinary files.
 
 Threads: any; one lock.
 """
@@ -19,7 +19,7 @@ from typing import NamedTuple, Protocol
 
 from smb.daemon.own_files import fault_of
 
-STAMPS_MAX = 16  # terms since the last registration; there is more than one only while leaders change
+STAMPS_MAX = 16  # terms since the last registration; there are several only while leaders change
 
 _log = logging.getLogger("memserver")
 
@@ -33,26 +33,26 @@ class ServerStamp(NamedTuple):
 
 
 class Kept(Protocol):
-    """Where stamps outlive the daemon."""
+    """Storage in which stamps outlive the daemon."""
 
     def read(self) -> tuple[ServerStamp, ...]: ...
 
     def keep(self, stamps: tuple[ServerStamp, ...]) -> None:
-        """Keep these in place of those before, all or none of them."""
+        """Store these stamps in place of the former ones, all or none of them."""
 
 
 class StampsFile:
-    """The text of a symbolic link."""
+    """Stores stamps as the text of a symbolic link."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def read(self) -> tuple[ServerStamp, ...]:
-        """Return what an earlier run left there."""
+        """Return the stamps of an earlier run."""
         return _read(self._path)
 
     def keep(self, stamps: tuple[ServerStamp, ...]) -> None:
-        """Put these there, by one rename."""
+        """Store these stamps, by one rename."""
         text = ",".join(f"{cluster:x}.{term:x}.{sequence:x}" for cluster, term, sequence in stamps)
         fresh = self._path.with_suffix(".stamps_new")
         fresh.unlink(missing_ok=True)
@@ -64,7 +64,7 @@ class Stamps:
     """The newest stamp of each term."""
 
     def __init__(self, kept: Kept) -> None:
-        """Read what an earlier run left."""
+        """Read the stamps of an earlier run."""
         self._kept = kept
         self._lock = threading.Lock()
         self._stamps = kept.read()
@@ -74,19 +74,19 @@ class Stamps:
             return self._stamps
 
     def learn(self, stamp: ServerStamp) -> None:
-        """Take a stamp before the change that comes with it."""
+        """Store a stamp, before the change that comes with it is made."""
         with self._lock:
             others = tuple(each for each in self._stamps if each[:2] != stamp[:2])
             known = max((each.sequence for each in self._stamps if each[:2] == stamp[:2]), default=-1)
             if stamp.sequence <= known:
                 return
             if len(others) >= STAMPS_MAX:
-                # No store has term 0: what is forgotten here must not make an older store look new enough.
+                # No store has term 0: a stamp that is dropped here must not make an older store look new enough.
                 others = (ServerStamp(stamp.cluster, 0, 0), *others[2:])
             self._keep((*others, stamp))
 
     def replace(self, stamp: ServerStamp) -> None:
-        """Take the stamp of a coordinator that has judged all that is here by the former ones."""
+        """Store the stamp of a coordinator that has judged all segments here by the former stamps."""
         with self._lock:
             if self._stamps != (stamp,):
                 self._keep((stamp,))
@@ -97,7 +97,7 @@ class Stamps:
 
 
 def _text(path: Path) -> str:
-    """Return the text of the link that is checked, not of one that another user has put there since."""
+    """Return the text of the link that was checked, even if another user replaces the link meanwhile."""
     link = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         fault = fault_of(os.fstat(link), stat.S_ISLNK)
@@ -118,4 +118,4 @@ def _read(path: Path) -> tuple[ServerStamp, ...]:
         found = [[int(number, 16) for number in each.split(".")] for each in text.split(",")]
         return tuple(ServerStamp(cluster, term, sequence) for cluster, term, sequence in found)
     except ValueError:
-        return (ServerStamp(0, 0, 0),)  # of no store
+        return (ServerStamp(0, 0, 0),)  # a stamp that no store has

@@ -1,4 +1,4 @@
-"""What this daemon and the coordinator tell each other of segments and of records, as messages of control.proto."""
+"""Conversions between this daemon's values and control.proto's messages about segments and records."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _ROLES = {0: 0, 1: PRIMARY, 2: BACKUP}
 
 
 def inventory_message(held: FoundSegment, quarantined: bool) -> pb.HeldSegment:
-    """Return a segment as the coordinator hears of it."""
+    """Return the message that reports a segment to the coordinator."""
     flags = {True: WHOLE, False: 0, None: UNKNOWN}[held.whole] | _ROLES[held.role] | (QUARANTINED if quarantined else 0)
     return pb.HeldSegment(id=held.id, epoch=held.epoch, flags=flags, file_bytes=held.file_bytes)
 

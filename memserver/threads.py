@@ -1,4 +1,4 @@
-"""Threads of the daemon that begin with the first need."""
+"""Threads of the daemon that are started when they are first needed."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import logging
 import threading
 from collections.abc import Callable
 
-# Begins a thread, as `begin` does.
+# Starts a thread, as `begin` does.
 Begin = Callable[[Callable[[], None], str], threading.Thread | None]
 
 _log = logging.getLogger("memserver")
 
 
 def begin(run: Callable[[], None], name: str) -> threading.Thread | None:
-    """Return a thread that has begun; None, and it is logged, where none can be had now: who needs it asks again."""
+    """Start a thread and return it; None, with a log line, if no thread is available now: the caller tries again."""
     thread = threading.Thread(target=run, name=name, daemon=True)
     try:
         thread.start()

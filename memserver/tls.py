@@ -1,4 +1,4 @@
-"""TLS of the data port: whether there is any, and certificates that follow their files."""
+"""TLS of the data port: whether it is used, and certificates that follow their files."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def is_on(choice: str, credentials: Credentials | None) -> bool:
 
 
 class DataTls:
-    """Has the engine speak TLS with who connects, and looks every second for new files. `close` it."""
+    """Has the engine use TLS with its peers, and looks for new files each second. Call `close` at the end."""
 
     def __init__(self, engine: Engine, current: Current) -> None:
         self._engine = engine
@@ -42,7 +42,7 @@ class DataTls:
         self._thread.join()
 
     def now(self) -> Tls | None:
-        """Return what this server shows to others."""
+        """Return the credentials that this server shows to others."""
         return self._tls
 
     def _look(self) -> None:
@@ -58,5 +58,5 @@ class DataTls:
                 self._look()
             except Error as error:
                 if str(error) != self._complained:
-                    _log.warning("the data port goes on with the former credentials: %s", error)
+                    _log.warning("the data port keeps its former credentials: %s", error)
                 self._complained = str(error)

@@ -1,7 +1,7 @@
 """This server's work by buffer and by client, counted under a bounded number of names.
 
-The engine counts by segment and by session; the coordinator knows their names, and tells them with its answers to
-renewals. A segment or session is shown once its name is known, with all that was done for it before.
+The engine counts by segment and by session. The coordinator knows the names and sends them with its answers to
+renewals. A segment or session is shown once its name is known, together with all its earlier work.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ ASKED_MAX = 256  # names that one renewal asks for
 
 
 class Names:
-    """The names of ids, as far as they are known. Any thread."""
+    """The known names of ids. For any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._names: dict[int, str] = {}
 
     def unknown(self, ids: Iterable[int]) -> list[int]:
-        """Return those that have no name yet, at most ASKED_MAX; what is not among `ids` is forgotten."""
+        """Return the ids without a name, at most ASKED_MAX. Forgets the names of all ids that are not given."""
         there = set(ids)
         with self._lock:
             self._names = {number: name for number, name in self._names.items() if number in there}
@@ -41,7 +41,7 @@ class Names:
 
 class NamedShares:
     """Sums of shares by name: the first NAMED_MAX names that are seen, and OTHER for all later ones. No sum ever
-    falls: what has gone to OTHER stays there. A name whose ids are all gone is forgotten, which makes room.
+    decreases: what has gone to OTHER stays there. A name whose ids are all gone is forgotten, which makes room.
     """
 
     def __init__(self) -> None:
@@ -50,14 +50,14 @@ class NamedShares:
         self._sums: dict[str, dict[tuple[int, int], tuple[int, int]]] = {}
 
     def update(self, shares: Mapping[int, Share], names: Mapping[int, str]) -> dict[str, Share]:
-        """Take in what the engine says now; return the sums by label."""
+        """Add what the engine reports now, and return the sums by label."""
         self._forget({name for number, name in names.items() if number in shares})
         for number, share in shares.items():
             name = names.get(number)
             if name is None:
                 continue
             label = self._label(name)
-            # Never less: what local clients count lies in memory that they may write.
+            # The difference is at least 0: counts of local clients lie in memory that these clients may change.
             last, sums = self._last.get(number, {}), self._sums.setdefault(label, {})
             for cell, (count, nbytes) in share.items():
                 seen, sum_ = last.get(cell, (0, 0)), sums.get(cell, (0, 0))
@@ -67,7 +67,7 @@ class NamedShares:
         return {label: dict(sums) for label, sums in self._sums.items()}
 
     def label(self, name: str) -> str:
-        """Return under which label a name is shown."""
+        """Return the label under which a name is shown."""
         return self._labels.get(name, OTHER)
 
     def _forget(self, there: set[str]) -> None:

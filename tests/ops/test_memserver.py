@@ -266,8 +266,8 @@ def test_a_start_that_cannot_be_says_why_in_one_line(daemons: Daemons, tmp_path:
             (["--memory-dir", str(tmp_path / "nowhere")], "is not a directory"),
             (["--memory-dir", "/proc"], "cannot write into --memory-dir /proc"),
             (["--memory-dir", str(_long_directory(tmp_path))], "longer than the system's 107 bytes"),
-            (["--name", "a/b"], '--name "a/b"'),
-            (["--loops", "65"], "--loops 65"),
+            (["--name", "a/b"], '--name must be 1 to 64 characters of A-Z a-z 0-9 . _ -, not "a/b"'),
+            (["--loops", "65"], "--loops must be from 1 to 64, not 65"),
             (["--listen", f"127.0.0.1:{port}"], f"cannot listen on 127.0.0.1 port {port}: Address already in use"),
             (["--listen", "no.such.host.invalid:0"], "--listen no.such.host.invalid"),
             (["--metrics", f"127.0.0.1:{port}"], f"cannot listen on 127.0.0.1:{port}: Address already in use"),
@@ -303,7 +303,7 @@ def test_files_that_are_no_segments_are_reported_and_left(daemons: Daemons, daem
         (daemons.memory / f"smb.a.{segment_id:016x}.segment").write_bytes(content)
     server = daemons.memory_server(daemon.address, "a")
     assert server.metric("smb_server_segments") == 0
-    assert server.log.read_text().count("is left aside") == 2
+    assert server.log.read_text().count("the file stays and is not served") == 2
     assert len(segments(daemons)) == 2
 
 

@@ -164,7 +164,7 @@ def test_a_planted_segment_is_not_served() -> None:
             (pipe, f"belongs to user {STRANGER}"), (directory, "belongs to user 0"),
         ):  # fmt: skip
             text = told[directories.index(where)]
-            for words in (why, "it is not used", "the file is left aside"):
+            for words in (why, "it is not used", "the file stays and is not served"):
                 assert words in text, text
             assert os.path.lexists(where / SEGMENT)
         assert f"{SEGMENT}.new belongs to user {STRANGER}" in told[1]

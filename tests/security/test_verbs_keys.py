@@ -266,7 +266,7 @@ def test_a_narrower_token_narrows_the_keys(rdma: RdmaTarget) -> None:
 
 def test_connections_have_a_limit(rdma: RdmaTarget) -> None:
     """Past the limit of connections, each of which pins memory for its slots, one hears so, and of TCP."""
-    with pytest.raises(OutOfMemoryError, match=r"0 RDMA connections.* 8 MiB of locked memory; there is TCP"):
+    with pytest.raises(OutOfMemoryError, match=r"0 RDMA connections.* 8 MiB of locked memory; use TCP instead"):
         rdma.connect(SESSION, End(5, bytes(16), 0, 0, 1024, 4))
     rdma.close()
     with pytest.raises(UnavailableError):

@@ -29,7 +29,7 @@ def test_a_line_says_who_asked_for_what(caplog: pytest.LogCaptureFixture) -> Non
     assert log.look(Denial(1, 2, "write", 3, True), Denial(1, 9, "lock", 1, True), Denial(1, 2, "read", 1, False)) == []
     assert log.look() == [
         "refused: vm:7 (bob) had no right to 3 write of team/w, 1 lock of segment 9",
-        "refused: somebody without a valid token, who says to be vm:7 (bob), had no right to 1 read of team/w",
+        "refused: a client without a valid token, which claims to be vm:7 (bob), had no right to 1 read of team/w",
     ]
     assert log.look() == []
 

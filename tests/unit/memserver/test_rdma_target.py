@@ -45,5 +45,5 @@ def test_no_keys_that_nobody_would_end(monkeypatch: pytest.MonkeyPatch) -> None:
 
     ours = RdmaTarget(Mock(), 1, None)
     monkeypatch.setattr(threading.Thread, "start", start)
-    with pytest.raises(UnavailableError, match="end RDMA keys in time"):
+    with pytest.raises(UnavailableError, match="ends RDMA keys in time"):
         ours.open_segment(7, 1, 1, writable=True, until=time.monotonic() + 10)

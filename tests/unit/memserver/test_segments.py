@@ -93,7 +93,7 @@ def test_a_segment_is_made_once_and_dropped_with_its_file(tmp_path: Path, leavin
     assert files(tmp_path) == ["smb.a.0000000000000abc.segment"]
     assert run.segments.ids() == [0xABC]
     assert run.segments.used_bytes() == (tmp_path / files(tmp_path)[0]).stat().st_size
-    with pytest.raises(errors.AlreadyExistsError, match="with another form"):
+    with pytest.raises(errors.AlreadyExistsError, match="and differs"):
         run.segments.create(replace(FORM, nbytes=8))
     run.segments.drop(0xABC)
     run.segments.drop(0xABC)
@@ -148,9 +148,9 @@ def test_capacity_is_kept_and_a_refusal_leaves_nothing(tmp_path: Path, leaving: 
     """What does not fit is refused with what is free; the memory of the others is untouched."""
     run = Run(tmp_path, leaving)
     run.segments.create(FORM)
-    with pytest.raises(errors.OutOfMemoryError, match=r"3\.1 MiB asked, 3 MiB of 4 MiB free"):
+    with pytest.raises(errors.OutOfMemoryError, match=r"3\.1 MiB were asked for, and 3 MiB of 4 MiB are free"):
         run.segments.create(replace(FORM, id=2, nbytes=3 * MIB))
-    with pytest.raises(errors.InvalidArgumentError, match="no segment has 0 bytes"):
+    with pytest.raises(errors.InvalidArgumentError, match="a segment cannot have 0 bytes"):
         run.segments.create(replace(FORM, id=3, nbytes=0))
     assert run.segments.ids() == [0xABC]
     assert len(files(tmp_path)) == 1
@@ -257,7 +257,7 @@ def test_quarantine_outlives_the_daemon(tmp_path: Path, leaving: ExitStack) -> N
         again.drop(FORM.id, FOR_GOOD, ground)
         assert not again.give_up(again.held()[FORM.id], 99)
         assert again.ids() == [FORM.id], ground
-    with pytest.raises(AlreadyExistsError, match="not made anew"):
+    with pytest.raises(AlreadyExistsError, match="cannot be made anew"):
         again.create(replace(FORM, epoch=7), anew=True)
     again.drop(FORM.id, FOR_GOOD, Ground.FORGOTTEN)
     assert (again.ids(), list(tmp_path.glob("*.quarantined"))) == ([], [])
