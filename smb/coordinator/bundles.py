@@ -1,7 +1,8 @@
-"""Segments that move together (docs/decisions.md, 0038): a bundle has one server, one backup and one epoch. Pure.
+"""Bundles: segments that move together. A bundle has one server, one backup and one epoch (docs/decisions.md, 0038).
+Pure.
 
-Invariant: in every state all members of a bundle have the same server, backup, epoch and copying_to, those of buffers
-that are still being made included.
+Invariant: in each state all members of a bundle have the same server, backup, epoch and copying_to, including members
+of buffers that are still being made.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ Member = tuple[BufferRecord, SegmentRecord]
 
 
 class Bundles:
-    """The members of each bundle, among these records. A segment that moves alone is a bundle by itself."""
+    """The members of each bundle among these records. A segment that moves alone is a bundle of one."""
 
     def __init__(self, records: Iterable[BufferRecord]) -> None:
         self._members: dict[int, list[Member]] = {}
@@ -26,19 +27,19 @@ class Bundles:
                     self._members.setdefault(segment.group, []).append((record, segment))
 
     def members(self, record: BufferRecord, segment: SegmentRecord) -> Sequence[Member]:
-        """Return the segments that move together with this one, itself included."""
+        """Return the segments that move together with this one, including itself."""
         return self._members.get(segment.group) or ((record, segment),)
 
     def file_bytes(self, record: BufferRecord, segment: SegmentRecord) -> int:
-        """Return what a copy of all of them takes of a server's capacity."""
+        """Return the bytes that a copy of the whole bundle takes of a server's capacity."""
         return sum(member.file_bytes for _, member in self.members(record, segment))
 
     def ready(self, record: BufferRecord, segment: SegmentRecord) -> bool:
-        """Whether none of them is still being made."""
+        """Whether all members belong to buffers that are ready."""
         return all(of.ready for of, _ in self.members(record, segment))
 
     def named_by(self, segment_ids: Collection[int]) -> frozenset[int]:
-        """Return these segments, and all that move together with one of them."""
+        """Return these segments and all other members of their bundles."""
         if not segment_ids:
             return frozenset()
         named = (
@@ -50,7 +51,7 @@ class Bundles:
         return frozenset((*segment_ids, *named))
 
     def with_epochs(self, epochs: Mapping[int, int]) -> dict[int, int]:
-        """Return epochs that were told of some segments, for all that move together with these."""
+        """Return the epochs, extended from some members to all members of the same bundles."""
         known = dict(epochs)
         for members in self._members.values():
             found = [epochs[each.id] for _, each in members if each.id in epochs]
@@ -59,9 +60,10 @@ class Bundles:
         return known
 
     def lacking(self, server: str, missing: Collection[int], heard: Callable[[str], bool]) -> frozenset[int]:
-        """Return the segments that count as missing on a server, where these are: of a bundle that is there in part all
-        or none. None, if it has the primary and no other server that was heard of has a copy: what is missing is lost,
-        and the others are not to be lost with it. Else all: the other server has all of them.
+        """Return the segments that count as missing on a server which lacks `missing`. If a server has a bundle in
+        part, either all or none of it counts. If the server has the primary and no other server that was heard of has
+        a copy, none counts: the missing members are lost, but the present ones must not be lost with them. Otherwise
+        all count, because the other server has all of them.
         """
         counted = set(missing)
         for members in self._members.values():
@@ -84,8 +86,8 @@ class Bundles:
     def followers(
         self, judged: BufferRecord, changed: Mapping[str, BufferRecord] = MappingProxyType({})
     ) -> list[BufferRecord]:
-        """Return the other records that change with `judged`, which takes the place of the one of its key: what moves
-        together with its segments gets their servers and epochs. `changed`: records that took others' places before.
+        """Return the other records that change with `judged`, the new record of its key: members of the same bundles
+        get the servers and epochs of its segments. `changed`: records that were replaced before.
         """
         leaders = {segment.group: segment for segment in judged.segments if segment.group}
         others = {record.key: record for bundle in leaders for record, _ in self._members.get(bundle, ())}
@@ -100,12 +102,12 @@ class Bundles:
 
 
 def bundle_of(segment: SegmentRecord) -> int:
-    """Return the id of a segment's bundle: its own where it moves alone."""
+    """Return the id of a segment's bundle, which is its own id if it moves alone."""
     return segment.group or segment.id
 
 
 def move_together(record: BufferRecord, other: BufferRecord) -> bool:
-    """Whether each segment of one buffer is in the same bundle as the other's."""
+    """Whether each segment of one buffer is in the same bundle as the corresponding segment of the other."""
     return tuple(map(bundle_of, record.segments)) == tuple(map(bundle_of, other.segments))
 
 

@@ -1,7 +1,7 @@
 """The one place where state and store change: together, one event after the other.
 
-An event is decided on the current state, stored, and only then shown. So every reply survives the coordinator, and an
-event that could not be stored never happened. All of it runs in the event loop of one thread.
+An event is decided on the current state, then stored, and only then shown. So each reply survives a crash of the
+coordinator, and an event that could not be stored had no effect. All of it runs in the event loop of one thread.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ from smb.errors import UnavailableError
 _log = logging.getLogger("coordinator")
 _BUFFER, _SERVER, _SESSION = "buffer/", "server/", "session/"
 _FLOOR = "lock/floor"
-_PROBE = "probe"  # of no meaning
+_PROBE = "probe"  # a key without meaning, written to find out whether the store works
 _TERMS = "lineage/terms"
-# Events that take room for something new. All others go on on a full disk, from what the store keeps for them: what
-# frees room, and what keeps the data that is there, as servers are lost and come back.
+# Events that need room for something new. On a full disk all other events go on, from the reserve that the store keeps
+# for them: these events free room, or keep existing data safe when servers are lost and come back.
 _CREATIONS = (BufferWanted, BufferMade)
-_SAID_AGAIN_S = 600.0  # between two lines of the log about one trouble of the store
-_LASTS_S = 5.0  # trouble that comes and goes is not told each time, but if it stays so long
+_SAID_AGAIN_S = 600.0  # between two log lines about the same failure of the store
+_LASTS_S = 5.0  # a failure that comes and goes is logged again only if it lasts this long
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,22 +65,22 @@ class Committed:
 
 
 class CommitLog:
-    """State and store. `commit` is the only way to change them."""
+    """State and store. `commit` is the only way to change either."""
 
     def __init__(self, store: Store, state: State, clock: Callable[[], Instant]) -> None:
         self._store = store
         self._clock = clock
         self._turn = asyncio.Lock()
         self._under_way: set[asyncio.Task[Committed]] = set()
-        # By key; in the order in which they came.
+        # By key. The futures are in the order of arrival.
         self._openers: defaultdict[str, dict[asyncio.Future[None], None]] = defaultdict(dict)
         self._stopping = False
-        self._owed: dict[str, str | None] = {}  # changes that were shown, but could not be stored yet
+        self._owed: dict[str, str | None] = {}  # changes that were shown, but not stored yet
         self._store_error = ""
         self._failing_since = 0.0
-        self._said, self._said_at = "", -math.inf  # what the log has about it
+        self._said, self._said_at = "", -math.inf  # the last logged failure of the store, and when
         self.state = state
-        # Called with every event after it was stored, and the state before it. In the loop's thread; must not raise.
+        # Called after each stored event, with the event and the state before it, in the loop's thread. Must not raise.
         self.on_commit: Callable[[Event, State, Committed, Instant], None] | None = None
 
     @staticmethod
@@ -93,7 +93,7 @@ class CommitLog:
         quotas: Mapping[str, Quota] | None = None,
         clock: Callable[[], Instant] = read_clocks,
     ) -> CommitLog:
-        """Read the store and take back what was half done. `incarnation` is random, for this run of the coordinator.
+        """Read the store and roll back unfinished creations. `incarnation` is a random id of this run.
 
         Raises StoreError for records that cannot be read.
         """
@@ -109,25 +109,25 @@ class CommitLog:
         return self._clock()
 
     async def commit(self, event: Event) -> Committed:
-        """Decide, store, then show. Raises smb.errors.Error where the event is refused or could not be stored.
+        """Decide the event, store it, then show it. Raises smb.errors.Error if it is refused or could not be stored.
 
-        A caller that is cancelled before it is the event's turn has changed nothing. Later the event comes to its end
-        all the same: of what the store carries out the state has to hear.
+        If the caller is cancelled before the event's turn, nothing has changed. If it is cancelled later, the event is
+        still completed, because the state must follow what the store carries out.
         """
         await self._turn.acquire()
-        # No local of ours names the task: its error's traceback has this frame.
+        # No local variable names the task: its error's traceback has this frame, which would make a cycle.
         return await asyncio.shield(self._begun(event))
 
     def _begun(self, event: Event) -> asyncio.Task[Committed]:
         task = asyncio.create_task(self._commit(event))
-        self._under_way.add(task)  # the loop itself would let it go
+        self._under_way.add(task)  # a strong reference: the loop keeps only a weak one
         task.add_done_callback(self._over)
         return task
 
     def _over(self, task: asyncio.Task[Committed]) -> None:
         self._under_way.discard(task)
         if not task.cancelled():
-            task.exception()  # if nobody waits for it any more it is still no fault of ours
+            task.exception()  # marks the exception as retrieved, in case the caller was cancelled
 
     async def _commit(self, event: Event) -> Committed:
         try:
@@ -149,23 +149,23 @@ class CommitLog:
 
     @property
     def changes_max(self) -> int | None:
-        """How many records one event may change; None: any number."""
+        """How many records one event may change; None: unlimited."""
         return self._store.changes_max
 
     @property
     def store_error(self) -> str:
-        """Why the store cannot be written, as of the last half a second; empty if it can."""
+        """Why the store cannot be written, at most half a second old; empty if it can."""
         return self._store_error
 
     async def _put(self, event: Event, effects: Sequence[Effect]) -> None:
-        """Store what an event changes, with what is owed.
+        """Store what an event changes, together with the owed changes.
 
-        Of a creation that failed the record need not go at once: a restart takes back what is pending. So it is owed
-        where it cannot be stored, and a name is free again however full the disk is. Raises StoreError for the others.
+        If a failed creation's record cannot be erased, the erasure is owed: a restart rolls back pending creations
+        anyway, and so the name is free again even on a full disk. For other events, raises StoreError.
         """
         changes = _changes(effects)
         if not changes and isinstance(event, Ticked) and self._store_error:
-            changes[_PROBE] = ""  # whether it can be written again
+            changes[_PROBE] = ""  # finds out whether the store can be written again
         elif not changes and not (self._owed and isinstance(event, Ticked)):
             return
         urgent = not isinstance(event, (*_CREATIONS, BufferFailed)) and _PROBE not in changes
@@ -175,7 +175,7 @@ class CommitLog:
             await self._store.change({**self._owed, **changes}, urgent=urgent)
         except StoreError as error:
             self._note_error(str(error))
-            # A term that is not stored is one that no server's stamp is in: these then only prove less.
+            # A term may stay unstored: no server's stamp names it then, so the stamps only prove less.
             if isinstance(event, BufferFailed) or (
                 isinstance(event, Restarted) and not any(isinstance(effect, EraseBuffer) for effect in effects)
             ):
@@ -184,14 +184,14 @@ class CommitLog:
                 raise
         else:
             self._owed = {}
-            # Out of its reserve a full disk takes what is urgent; a full etcd takes what only deletes.
+            # A full disk takes urgent changes out of its reserve; a full etcd takes only deletions.
             if self._store_error and not urgent and any(text is not None for text in wanted.values()):
                 self._store_error = ""
                 if self._said_at >= self._failing_since:
                     _log.info("the store can be written again")
 
     def _note_error(self, text: str) -> None:
-        """Keep why the store cannot be written. The log has it once; again if it stays so for long, or comes back."""
+        """Remember why the store cannot be written. It is logged once, and again if it lasts or comes back."""
         now = self.now().monotonic
         if not self._store_error:
             self._failing_since = now
@@ -202,7 +202,7 @@ class CommitLog:
             self._said, self._said_at = text, now
 
     async def _pay(self, room: int) -> None:
-        """Store what is owed, by parts, until the rest goes along with so many changes."""
+        """Store owed changes in parts, until the rest fits into one change of the store beside `room` others."""
         most = self._store.changes_max
         while most is not None and self._owed and len(self._owed) + room > most:
             part = dict(islice(self._owed.items(), most))
@@ -210,7 +210,7 @@ class CommitLog:
             self._owed = {key: text for key, text in self._owed.items() if key not in part}
 
     async def wait(self, key: str, timeout_s: float) -> bool:
-        """Wait until something becomes of the record (it may be gone again); False after timeout_s. Holds no thread.
+        """Wait until the record is ready or gone; False after timeout_s. Holds no thread.
 
         Raises UnavailableError once the coordinator stops.
         """
@@ -229,7 +229,7 @@ class CommitLog:
                 del self._openers[key]
 
     def stop_waiting(self) -> None:
-        """Fail every wait, also those that are yet to come: a stop must not last as long as they would."""
+        """Fail all waits, present and future, so that a stop does not last as long as they would."""
         self._stopping = True
         for changes in self._openers.values():
             for change in changes:
@@ -243,7 +243,7 @@ class CommitLog:
 
 
 def _stopped() -> UnavailableError:
-    return UnavailableError("the coordinator is stopping; try again once it runs")
+    return UnavailableError("the coordinator is stopping; try again once it runs again")
 
 
 def _changes(effects: Sequence[Effect]) -> dict[str, str | None]:
@@ -283,5 +283,5 @@ def _read(texts: dict[str, str], session_lease_s: float, stripe_bytes: int, quot
         token_floor = int(texts.get(_FLOOR, "0"))
         lineage = Lineage.of(texts.get(_TERMS, ""), texts.get(SEQUENCE, ""))
     except (KeyError, TypeError, ValueError) as error:
-        raise StoreError(f"the store holds a record that cannot be read: {error!r}") from error
+        raise StoreError(f"a record in the store cannot be read: {error!r}; restore the store from a backup") from error
     return load(buffers, servers, sessions, session_lease_s, stripe_bytes, quotas, token_floor, lineage)

@@ -1,11 +1,11 @@
-"""Has copies of segments made (docs/decisions/0025), where one is lost or is to leave its server: chooses a server, has
-it make room, has it copied to.
+"""Has copies of segments made (docs/decisions/0025) where a copy is lost or must leave its server. It chooses a server,
+has it make room, and has the segment copied there.
 
-In this order: the new backup has an empty segment, made for the next epoch; where a primary leaves, it yields; where a
-copy leaves, the server of the other one says that it has that; then the record says what is being copied to where; then
-the primary is told, and the copy that leaves is dropped. Wherever that is cut off, nobody takes the segment for a copy:
-a server is told to drop what no record says is there. A primary that has yielded goes on as before, and asks its backup
-at each read.
+The steps are in this order: the new backup gets an empty segment, made for the next epoch. If a primary leaves, it
+yields. If a copy leaves, the server of the other copy confirms that it has it. Then the record says what is copied to
+where. Then the primary is told, and the leaving copy is dropped. Wherever this is cut off, no unfinished segment is
+taken for a copy: a server is told to drop segments that no record places there. A primary that has yielded goes on
+serving, and asks its backup at each read.
 """
 
 from __future__ import annotations
@@ -32,39 +32,39 @@ from smb.drop_reasons import Ground
 from smb.errors import Error, NotFoundError
 
 LOOK_S = 0.5
-PAUSE_S = 5.0  # a server that could not take a copy is not asked again for so long
-APART_S = 10.0  # nor is one server's copy made on another that it did not reach: users wait for each attempt
-BOUND_S = 60.0  # a segment that can't move is not asked about again for so long
-CONFIRM_PAUSE_S = 0.2  # nor one that did not confirm its own: it hears of its role by the answer to its renewal
+PAUSE_S = 5.0  # until a server that could not take a copy is asked again
+APART_S = 10.0  # until a copy is tried again between two servers that did not reach each other: each try delays users
+BOUND_S = 60.0  # until a segment that cannot move is asked about again
+CONFIRM_PAUSE_S = 0.2  # until a server that did not confirm its copy is asked again; it may not know its role yet
 
 _log = logging.getLogger("coordinator")
-# Segments, and servers: tell these at once what they are to those.
+# Arguments: segments and servers. Tells these servers at once their roles for these segments.
 TellRoles = Callable[[tuple[int, ...], tuple[str, ...]], Awaitable[None]]
 Drop = Callable[[Committed], Awaitable[None]]
 
 
 class CopyMaker:
     def __init__(self, commit_log: CommitLog, servers: MemoryServers, tell_roles: TellRoles, drop: Drop) -> None:
-        """`drop` has servers drop what an event has left without a name."""
+        """`drop` has servers drop the segments that an event removed from the records."""
         self._commit_log = commit_log
         self._servers = servers
         self._tell_roles = tell_roles
         self._drop = drop
         self._hurry = asyncio.Event()
-        self._moves: dict[int, Move] = {}  # by segment; forgotten with this run: they can be asked for again
+        self._moves: dict[int, Move] = {}  # by segment; lost when this run ends, since they can be requested again
         self._avoided_until: dict[str, float] = {}
         self._apart_until: dict[frozenset[str], float] = {}  # two servers that did not reach each other
         self._said: dict[int, str] = {}  # by bundle: the last warning
-        self._bound: dict[int, float] = {}  # segments of which their servers said that they can't move; until when
-        self._without_room: frozenset[str] = frozenset()  # buffers that were said to have no room, once
-        self._making: set[tuple[str, int]] = set()  # servers, and segments of copies that have not begun
+        self._bound: dict[int, float] = {}  # segments that their servers reported as unable to move; until when
+        self._without_room: frozenset[str] = frozenset()  # titles of buffers that were logged as having no room
+        self._making: set[tuple[str, int]] = set()  # (server, segment) of copies that have not begun
 
     def bound(self) -> Collection[int]:
-        """Segments of which their servers have said that they can't move."""
+        """Return the segments that their servers reported as unable to move."""
         return self._bound.keys()
 
     def resting(self) -> Collection[int]:
-        """Bundles of which no copy is begun: their source has told that it lacks one of their segments."""
+        """Return the bundles whose copies wait because their source reported that it lacks one of their segments."""
         state = self._commit_log.state
         if not any(state.missing.values()):
             return frozenset()
@@ -76,15 +76,15 @@ class CopyMaker:
         )
 
     def making_anywhere(self) -> frozenset[tuple[str, int]]:
-        """Servers, and the segments that each is being asked to make, for copies that have not begun."""
+        """Return (server, segment) for each segment that a server is being asked to make, for copies not begun yet."""
         return frozenset(self._making)
 
     def making(self, server: str) -> Collection[int]:
-        """Segments that a server is being asked to make, for copies that have not begun."""
+        """Return the segments that this server is being asked to make, for copies not begun yet."""
         return [segment_id for name, segment_id in self._making if name == server]
 
     def move(self, moves: Iterable[Move]) -> None:
-        """Make these, in place of those that were asked for before and have not begun."""
+        """Make these moves. They replace earlier moves that have not begun."""
         begun = {
             segment.id
             for record in self._commit_log.state.buffers.values()
@@ -97,17 +97,17 @@ class CopyMaker:
         self.look_now()
 
     def keep_apart(self, server: str, others: Collection[str]) -> None:
-        """A server did not reach these: its copies are made elsewhere for now."""
+        """Record that a server did not reach these others: its copies are made elsewhere for now."""
         now = self._commit_log.now().monotonic
         self._apart_until = {pair: until for pair, until in self._apart_until.items() if until > now}
         self._apart_until |= {frozenset((server, other)): now + APART_S for other in others}
 
     def look_now(self) -> None:
-        """A copy has ended, or others are wanted."""
+        """Look at once for copies to begin: one has ended, or others are wanted."""
         self._hurry.set()
 
     async def run(self) -> None:
-        """Begin what is missing, until cancelled."""
+        """Begin missing copies until cancelled."""
         while True:
             with suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._hurry.wait(), LOOK_S)
@@ -115,7 +115,7 @@ class CopyMaker:
             await self.begin()
 
     async def begin(self) -> None:
-        """Begin what can be begun now. A server that does not answer costs the others nothing but the wait."""
+        """Begin the copies that can begin now. A server that does not answer delays only its own copies."""
         state, now = self._commit_log.state, self._commit_log.now()
         drained = any(server.draining and state.allocation(server.name).segments for server in state.servers.values())
         records = [record for record in state.buffers.values() if drained or self._moves or record.movable]
@@ -153,10 +153,10 @@ class CopyMaker:
             await self._copy(wish)
 
     async def _let_move(self, wish: Wish) -> None:
-        """Have the server of the one copy take a role: clients reach the segment through it from here on."""
+        """Give a role to the server of the only copy: from then on clients reach the segment through that server."""
         state, segment = self._commit_log.state, wish.segment
         message = replica_message(state, Copy(segment.id, segment.epoch, CopyRole.PRIMARY, ""))
-        # A server of before does not know this question, and answers that it has no such role to confirm.
+        # A server of an older version does not know this question, and its answer confirms no such role.
         message.confirm = message.let_move = True
         server = state.servers.get(segment.server)
         if server is None:
@@ -177,7 +177,7 @@ class CopyMaker:
         self.look_now()
 
     async def _drop_surplus(self, wish: Wish) -> None:
-        """End a move: the copy on the server that it leaves goes."""
+        """End a move: drop the copy on the server that it leaves."""
         segment, asked = wish.segment, wish.leaving
         dropped = CopyDropped(wish.record.key, segment.id, wish.leaving, segment.epoch + 1)
         try:
@@ -196,7 +196,7 @@ class CopyMaker:
         self.look_now()
 
     def _pause(self, wish: Wish, asked: str, pause_s: float, error: Error) -> None:
-        """Ask this server for nothing, for a while."""
+        """Ask this server for no copies for a while."""
         doing = f"copy on {wish.target}" if wish.target else f"move to {wish.source}"
         text = f"no {doing} of a segment of {wish.record.title} for now: {error}"
         bundle = bundle_of(wish.segment)
@@ -222,7 +222,7 @@ class CopyMaker:
         asked, making = wish.source, {(wish.target, member.id) for _, member in wish.members}
         self._making |= making
         try:
-            # First: what the target has of an earlier copy goes, as the source has a whole one.
+            # First, drop what the target has of an earlier copy. That is safe, as the source has a whole copy.
             await self._confirm(wish, wish.source)
             asked = wish.target
             for record, member in wish.members:
@@ -236,7 +236,7 @@ class CopyMaker:
                 asked = wish.leaving
                 await self._confirm(wish, wish.leaving, yields=True)
                 failpoint("coordinator.copy.yielded")
-            # Of several that move together one may be lost there meanwhile: it would be copied as zeros.
+            # A member of the bundle may have been lost on the source meanwhile, and would be copied as zeros.
             if wish.leaving or len(wish.members) > 1:
                 asked = wish.source
                 await self._confirm(wish, wish.source)
@@ -252,16 +252,16 @@ class CopyMaker:
         await self._drop(committed)
 
     async def _give_room_back(self, wish: Wish, target: ServerRecord, epoch: int) -> None:
-        """Have room for a copy that did not begin dropped. A server that cannot be reached tells of it later."""
+        """Drop the room for a copy that did not begin. A server that cannot be reached reports it later."""
         for _, member in wish.members:
             with suppress(Error):
                 used_bytes = await self._servers.drop(target, member.id, epoch, Ground.NEVER_MADE, room=True)
-                # What was there before the room was made is gone, too.
+                # An earlier copy that was there before the room was made is gone, too.
                 await self._commit_log.commit(ServerCounted(target.name, target.instance_id, used_bytes, member.id))
 
     async def _confirm(self, wish: Wish, name: str, *, yields: bool = False) -> None:
-        """Check that the server has its copy now: it may be dead, or back without its memory, and its lease run still.
-        One that yields answers nothing any more that its backup does not confirm: that may be promoted then.
+        """Check that the server has its copy now: it may be dead or back without its memory while its lease still runs.
+        A server that yields answers nothing more that its backup does not confirm, as the backup may be promoted.
         """
         state, segment = self._commit_log.state, wish.segment
         role, peer = CopyRole.PRIMARY, segment.backup
@@ -272,17 +272,17 @@ class CopyMaker:
             message.confirm, message.yields = True, yields
         server = state.servers.get(name)
         if server is None:
-            raise NotFoundError(f'memory server "{name}" is not known any more')
+            raise NotFoundError(f'memory server "{name}" is not registered any more')
         await self._servers.take_roles(server, messages)
 
     def _say_lacking(self, records: list[BufferRecord]) -> None:
-        """Say what keeps buffers from a second copy whose memory is there: they move together with one that is lost."""
+        """Log which bundles get no second copy because their server lacks one of their members."""
         missing = self._commit_log.state.missing
-        lacking: dict[int, list[str]] = {}  # by bundle: the titles of what is lost
+        lacking: dict[int, list[tuple[str, str]]] = {}  # by bundle: title and name of the lost buffers
         for record in records:
             for segment in record.segments if record.ready else ():
                 if not segment.backup and segment.id in missing.get(segment.server, ()):
-                    lacking.setdefault(bundle_of(segment), []).append(record.title)
+                    lacking.setdefault(bundle_of(segment), []).append((record.title, record.name))
         if not lacking:
             return
         bundles = Bundles(records)
@@ -290,12 +290,13 @@ class CopyMaker:
             for segment in record.segments:
                 lost = lacking.pop(bundle_of(segment), [])
                 members = bundles.members(record, segment) if lost else ()
-                if len(members) <= len(lost):  # nothing is lost, or nothing is there
+                if len(members) <= len(lost):  # nothing is lost, or all members are
                     continue
                 titles = ", ".join(sorted(of.title for of, _ in members))
+                lacks = ", ".join(title for title, _ in sorted(lost))
                 text = (
-                    f"{titles} move together, and have one copy as long as {segment.server} lacks "
-                    f"{', '.join(sorted(lost))}: delete what is lost"
+                    f"{titles} move together, and have one copy as long as {segment.server} lacks {lacks}: delete "
+                    f"what is lost (smb rm {' '.join(name for _, name in sorted(lost))}) and create it again"
                 )
                 if self._said.get(bundle_of(segment)) != text:
                     _log.warning("%s", text)
@@ -309,10 +310,10 @@ class CopyMaker:
             if record.degraded and record.ready and without_room(record, pool, bundles)
         )
         for title in sorted(found - self._without_room):
-            _log.warning("%s stays degraded: no other server has room for a copy", title)
+            _log.warning("%s stays degraded: no other server has room for a copy; start one or delete buffers", title)
         self._without_room = found
 
 
 def _wants(record: BufferRecord) -> bool:
-    """Whether it has a copy too few, or too many."""
+    """Whether the buffer has a copy too few or too many."""
     return record.degraded or (record.replicas == 1 and any(each.backup for each in record.segments))

@@ -1,4 +1,4 @@
-"""What the coordinator tells the room that shows it to people, and asks it for: the face of the dashboard."""
+"""The interface between the coordinator and its dashboard."""
 
 from __future__ import annotations
 
@@ -13,59 +13,59 @@ from smb.rpc import control_pb2 as pb
 
 
 class TrainingReports(Protocol):
-    """Takes what workers say of their trainings."""
+    """Receives workers' reports of their trainings."""
 
     def record_reports(self, session_id: int, reports: Iterable[pb.TrainingReport], now: Instant) -> None:
-        """Store a session's reports, instead of those before."""
+        """Replace a session's reports by these."""
 
 
 class StateReports(Protocol):
-    """Takes what clients say of the states that they publish or read."""
+    """Receives clients' reports of the states that they publish or read."""
 
     def record_reports(self, session_id: int, reports: Iterable[pb.StateReport], now: Instant) -> None:
-        """Store a session's reports, instead of those before."""
+        """Replace a session's reports by these."""
 
 
 class Watch(Protocol):
-    """Sees every event and every load. Nothing is decided by it."""
+    """Receives all events and load reports. It decides nothing."""
 
     @property
     def trainings(self) -> TrainingReports: ...
 
     @property
     def states(self) -> StateReports:
-        """Where reports of published states go."""
+        """The receiver of reports of published states."""
 
     def failed(self, method: str, now: Instant) -> None:
-        """Take note of a call that failed inside the coordinator."""
+        """Record a call that failed inside the coordinator."""
 
     def lock_holder(self, server: str, segment_id: int) -> int:
-        """Return the session that holds a segment's lock, by the server's last report; 0 if that names none."""
+        """Return the session that holds a segment's lock, by the server's last report; 0 if that report names none."""
 
     def record_load(self, name: str, instance_id: int, load: pb.ServerLoad, now: Instant) -> None:
-        """Take note of a server's load, from a renewal that was granted."""
+        """Record a server's load, from a renewal that was granted."""
 
     def saw(self, event: Event, before: State, committed: Committed, now: Instant) -> None:
-        """Take note of an event that was stored."""
+        """Record an event that was stored."""
 
 
 class Overview(Protocol):
-    """Answers what is known, as JSON, from any thread."""
+    """Answers questions about the cluster as JSON, from any thread."""
 
     def all(self) -> bytes: ...
 
     def server(self, name: str) -> bytes:
-        """Return all of one server. Raises NotFoundError."""
+        """Return the details of one server. Raises NotFoundError."""
 
     def buffer(self, name: str) -> bytes:
-        """Return all of one buffer. Raises NotFoundError."""
+        """Return the details of one buffer. Raises NotFoundError."""
 
     def training(self, name: str) -> bytes:
-        """Return all of one training. Raises NotFoundError."""
+        """Return the details of one training. Raises NotFoundError."""
 
 
 class Dashboard(Protocol):
-    """All of the room: what it sees, what it answers, and its page."""
+    """The whole dashboard: what it receives, what it answers, and its page."""
 
     @property
     def watch(self) -> Watch: ...
@@ -74,8 +74,8 @@ class Dashboard(Protocol):
     def overview(self) -> Overview: ...
 
     def __call__(self, path: str, query: str) -> Answer | None:
-        """Return the answer to GET path?query, None if there is no such page."""
+        """Return the answer to GET path?query; None if no such page exists."""
 
 
-# Why the store can't be written, empty if it can, and the room of its disk where that is known.
+# Returns why the store cannot be written (empty if it can) and the free bytes of its disk (None if unknown).
 LookAtStore = Callable[[], tuple[str, int | None]]

@@ -1,4 +1,4 @@
-"""Servers that are to be emptied: whether the others have room for what is on them, and what cannot leave. Pure."""
+"""Decides about drained servers: whether the other servers have room, and which buffers cannot leave. Pure."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from smb.coordinator.replicas import stays_on
 from smb.errors import OutOfMemoryError, UnavailableError
 
 BOUND = (
-    "it has one copy, and is used in a way that ties it to its server: a view of it was taken, a rule with a state "
-    "changes it, or it was reached over RDMA or by a client with transport='shm'; copy it (smb cp) and use the copy; "
-    "of weights and their state the copies lie apart: make both anew"
+    "it has one copy that is bound to its server: a view of it was taken, a rule with a state changes it, or a client "
+    "reached it over RDMA or with transport='shm'. Copy it (smb cp) and use the copy. The copies of weights and of "
+    "their optimizer state would lie on different servers: create both anew"
 )
-MIRROR = "it is a mirror; end it: smb relay NAME --stop"
+MIRROR = "it is a mirror; end it with: smb relay NAME --stop"
 
 
 @dataclass(frozen=True, slots=True)
 class Staying:
-    """A buffer of which a server keeps segments, as things are: bytes of them, and why."""
+    """A buffer that would leave bytes on a drained server: how many, and why."""
 
     record: BufferRecord
     segments: int
@@ -31,20 +31,20 @@ class Staying:
 
 
 def check_room(records: Collection[BufferRecord], pool: Pool, name: str) -> None:
-    """Check that the copies on a server have room on the others. Raises UnavailableError where there are no others,
-    OutOfMemoryError that says what does not fit.
+    """Check that the other servers have room for the copies on this one. Raises UnavailableError if no other server can
+    take copies, and OutOfMemoryError with the copies that do not fit.
     """
     free = {other: nbytes for other, nbytes in pool.free_bytes.items() if other != name}
     if not free:
         raise UnavailableError(
-            "no other memory server is alive that is not being drained itself; start one first (smb-memserver)"
+            "there is no other live memory server to take the copies; start one first (smb-memserver)"
         )
     pool = replace(pool, free_bytes=free)
     refused: dict[str, int] = {}
     for record, segment in sorted(_copies(records, name, Bundles(records)), key=lambda each: -each[1].file_bytes):
         title, wanted = record.title, record.replicas
         source = stays_on(segment, name) or segment.server
-        # Of a copy that is alone a second one is made first, and then another one in its own place.
+        # A segment with one copy left needs two new ones: a second copy, and one in place of the copy that leaves.
         for _ in range(1 if segment.backup or wanted == 1 else 2):
             target = place_copy(pool, source, segment.file_bytes)
             if not target:
@@ -57,16 +57,16 @@ def check_room(records: Collection[BufferRecord], pool: Pool, name: str) -> None
         listed = ", ".join(f"{title} ({format_bytes(nbytes)})" for title, nbytes in worst)
         more = f" and {len(refused) - len(worst)} more" if len(refused) > len(worst) else ""
         raise OutOfMemoryError(
-            f"the other servers have no room for copies of {listed}{more}; free: {_shown(pool, name)}. The copies of a "
-            f"segment need a server each. Delete buffers (smb rm) or start another memory server (smb-memserver)"
+            f"the other servers have no room for copies of {listed}{more}; free: {_shown(pool, name)}. The copies "
+            f"of a segment need one server each. Delete buffers (smb rm) or start another memory server (smb-memserver)"
         )
 
 
 def staying(
     records: Collection[BufferRecord], pool: Pool, name: str, bound: Container[int] = frozenset()
 ) -> list[Staying]:
-    """Return what will not leave a server as things are, by name. Locks and barriers do, a while after their last
-    use. `bound`: segments of which their servers have said that they can't move.
+    """Return the buffers that will not leave a server, by name. Locks and barriers leave a while after their last use.
+    `bound`: segments that their servers reported as unable to move.
     """
     found = []
     bundles = Bundles(records)
@@ -95,8 +95,8 @@ def _why(record: BufferRecord, pool: Pool, name: str, bound: Container[int], bun
 def _copies(
     records: Iterable[BufferRecord], name: str, bundles: Bundles
 ) -> Iterator[tuple[BufferRecord, SegmentRecord]]:
-    """Yield the segments of which a server has a copy that can move and is not about to leave it. Of those that move
-    together one stands for all, with the bytes of all.
+    """Yield the segments whose copy on a server can move and is not about to leave already. One segment stands for its
+    bundle, with the bytes of the whole bundle.
     """
     seen: set[int] = set()
     for record in records:

@@ -1,7 +1,7 @@
-"""The sessions that have ended, numbered in the order in which they did. Pure.
+"""The sessions that have ended, numbered in their order. Pure.
 
-A memory server says how far it has heard, and gets the rest. A server that has missed more than are remembered was away
-for long. All that a session can hold at that server has run out by then.
+A memory server says up to which number it has heard, and gets the later ones. If it has missed more than are
+remembered, it was away so long that all that these sessions could hold at that server has run out.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ ENDED_MAX = 65_536
 
 @dataclass(frozen=True, slots=True)
 class EndedSessions:
-    """Numbers by session id, lowest first. `incarnation` marks the coordinator's run: the numbers of another one say
-    nothing, as the last of them may have been lost with the host.
+    """Numbers by session id, lowest first. `incarnation` identifies the coordinator's run. Numbers of another run mean
+    nothing here, because the last of them may have been lost with the host.
     """
 
     incarnation: int = 0
@@ -27,7 +27,7 @@ class EndedSessions:
         return session_id in self.numbers
 
     def end(self, session_ids: Iterable[int]) -> tuple[EndedSessions, tuple[int, ...]]:
-        """Return what there is with these, none of them in it yet, and the ids that are forgotten for it."""
+        """Return the value with these new ids added, and the ids that it forgets to make room."""
         numbers = dict(self.numbers)
         last = self.last_number
         for session_id in session_ids:
@@ -39,7 +39,7 @@ class EndedSessions:
         return EndedSessions(self.incarnation, last, numbers), forgotten
 
     def after(self, incarnation: int, number: int) -> tuple[int, ...]:
-        """Return, in order, what one has not heard of who knows all up to this number of that incarnation."""
+        """Return, in order, the ids that a server has not heard of if it knows all up to that number of that run."""
         if incarnation != self.incarnation:
             return tuple(self.numbers)
         newest_first = takewhile(lambda session_id: self.numbers[session_id] > number, reversed(self.numbers))

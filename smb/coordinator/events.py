@@ -1,4 +1,4 @@
-"""Changes of the coordinator's state (events), and what they require (effects). Plain data."""
+"""Changes of the coordinator's state (events), and what must be done after them (effects). Plain data."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from smb.drop_reasons import Ground
 
 @dataclass(frozen=True, slots=True)
 class Instant:
-    """One moment on both clocks: leases follow the monotonic one, people read the other. Seconds."""
+    """One moment on both clocks, in seconds: leases follow the monotonic clock, people read the other one."""
 
     monotonic: float
     wall: float  # since 1970
@@ -21,7 +21,7 @@ class Instant:
 
 @dataclass(frozen=True, slots=True)
 class CopyProgress:
-    """How much of a copy there is, and how fast it grows."""
+    """How much of a copy is there, and how fast it grows."""
 
     segment_id: int
     copied_bytes: int
@@ -31,9 +31,9 @@ class CopyProgress:
 
 @dataclass(frozen=True, slots=True)
 class Restarted:
-    """The records were just loaded: creations that were under way are taken back, servers and sessions are given one
-    lease to report. `incarnation` is a random number, not 0, for this run. Again until none is under way: at most so
-    many are taken back at a time. `lacks_end`: the last changes before may be missing.
+    """The records were just loaded: pending creations are rolled back, and servers and sessions get one lease in which
+    to report. `incarnation` is a random number, not 0, for this run. `changes_max` bounds how many creations are rolled
+    back, so the event is repeated until none is left. `lacks_end`: the last changes before the stop may be missing.
     """
 
     incarnation: int
@@ -43,8 +43,8 @@ class Restarted:
 
 @dataclass(frozen=True, slots=True)
 class Ticked:
-    """Time passed: leases may have run out. At most so many sessions end, and so many servers are forgotten. No copy is
-    given up for those of servers that are `silent`: they may be dead as well.
+    """Time has passed, and leases may have run out. At most `ends_max` sessions end, and at most as many servers are
+    forgotten. No copy is given up if the server of the other copy is in `silent`, since that may be dead as well.
     """
 
     ends_max: int | None = None
@@ -53,22 +53,22 @@ class Ticked:
 
 @dataclass(frozen=True, slots=True)
 class ServerRegistered:
-    """A memory server says who it is (last_seen_at is ignored), what it holds, and how new the records were when it was
-    told of them last (`stamps`; none: it does not tell). `missing`: segments that the records have there, and of which
-    it said that it does not hold them when it was asked for them by name.
+    """A memory server reports its identity (last_seen_at is ignored), the segments that it holds, and how new the
+    records were when it was last told of them (`stamps`; empty: unknown). `missing`: segments that the records place
+    there and that the server, asked for them by name, said it does not hold.
     """
 
     server: ServerRecord
     held: Mapping[int, Held]
     missing: frozenset[int] = frozenset()
     stamps: tuple[Stamp, ...] = ()
-    making: frozenset[int] = frozenset()  # that the coordinator has it make now, for copies that have not begun
-    silent: frozenset[str] = frozenset()  # servers that did not answer just now: what they have confirms nothing
+    making: frozenset[int] = frozenset()  # segments that it is being asked to make, for copies that have not begun
+    silent: frozenset[str] = frozenset()  # servers that did not answer just now, so that their copies do not count
 
 
 @dataclass(frozen=True, slots=True)
 class ServerRenewed:
-    """A memory server says that it lives, and how far it is with copies of segments that it makes."""
+    """A memory server renews its lease and reports the progress of the copies that it makes."""
 
     name: str
     instance_id: int
@@ -86,7 +86,7 @@ class ServerLeft:
 
 @dataclass(frozen=True, slots=True)
 class ServerDied:
-    """A memory server's process is known to be dead."""
+    """A memory server's process is known to have ended."""
 
     name: str
     instance_id: int
@@ -94,8 +94,9 @@ class ServerDied:
 
 @dataclass(frozen=True, slots=True)
 class ServerReturned:
-    """A memory server is about to register, with what it holds, and has said of what is `missing` that it does not hold
-    it: what is to become of its copies. Again until it changes nothing: at most so many records change at a time.
+    """A memory server is about to register. It reports the segments that it holds, and of those that are `missing` it
+    confirmed that it does not hold them. The event decides about its copies. It is repeated until it changes nothing,
+    because one event changes a bounded number of records.
     """
 
     name: str
@@ -107,18 +108,18 @@ class ServerReturned:
 
 @dataclass(frozen=True, slots=True)
 class UnexplainedJudged:
-    """Other servers may have been heard of: what servers hold beside the records is taken up, dropped, or kept on.
-    `making`: servers and segments that they make now, for copies that have not begun. Again as ServerReturned.
+    """Other servers may have been heard of: segments that servers hold beside the records are taken up, dropped, or
+    kept. `making`: (server, segment) being made now, for copies that have not begun. Repeated like ServerReturned.
     """
 
     making: frozenset[tuple[str, int]] = frozenset()
     changes_max: int | None = None
-    silent: frozenset[str] = frozenset()  # as of ServerRegistered
+    silent: frozenset[str] = frozenset()  # as in ServerRegistered
 
 
 @dataclass(frozen=True, slots=True)
 class SegmentsForgotten:
-    """An operator gives up memory that a server holds beside the records: these segments, or (none named) all of it."""
+    """An operator gives up segments that a server holds beside the records: those named, or all if none is named."""
 
     name: str
     segment_ids: frozenset[int]
@@ -126,7 +127,7 @@ class SegmentsForgotten:
 
 @dataclass(frozen=True, slots=True)
 class BackupsLost:
-    """A primary has not reached the backups of these segments for long, though both live. Again as ServerReturned."""
+    """A primary has not reached these segments' backups for long, though both live. Repeated like ServerReturned."""
 
     name: str
     segment_ids: frozenset[int]
@@ -135,7 +136,7 @@ class BackupsLost:
 
 @dataclass(frozen=True, slots=True)
 class ServerDrained:
-    """A memory server is to be emptied, or (`undo`) is to get segments again."""
+    """A memory server is to be drained, or (`undo`) is to get segments again."""
 
     name: str
     undo: bool = False
@@ -143,9 +144,9 @@ class ServerDrained:
 
 @dataclass(frozen=True, slots=True)
 class CopyBegun:
-    """`target`, in that run, has made room for a copy of a segment, to be made in that epoch. `leaving`: the server
-    whose copy it takes the place of; empty: that is lost. If it has the primary, that has yielded. `members`: of the
-    segments that move together with it, those for which there is room, too.
+    """The run `instance_id` of `target` has made room for a copy of a segment, to be made in that epoch. `leaving`: the
+    server whose copy it replaces; empty: it replaces a lost copy. If `leaving` has the primary, that has yielded.
+    `members`: the other segments of the bundle for which room was made, too.
     """
 
     key: str
@@ -159,7 +160,7 @@ class CopyBegun:
 
 @dataclass(frozen=True, slots=True)
 class MoveAllowed:
-    """The server of a segment with one copy has said that nobody uses it there who could not follow it elsewhere."""
+    """The server of a segment with one copy has confirmed that all local users can follow the segment elsewhere."""
 
     key: str
     segment_id: int
@@ -167,8 +168,8 @@ class MoveAllowed:
 
 @dataclass(frozen=True, slots=True)
 class CopyDropped:
-    """A segment of a buffer with one copy has moved: its copy on `leaving` goes, in that epoch. If that is the primary,
-    it has yielded.
+    """A segment of a buffer with one copy has moved: its copy on `leaving` goes, in that epoch. If `leaving` has the
+    primary, that has yielded.
     """
 
     key: str
@@ -179,8 +180,8 @@ class CopyDropped:
 
 @dataclass(frozen=True, slots=True)
 class CopiesEnded:
-    """A primary says that these copies, by segment and epoch, are whole, or (`whole` False) that it gave them up. Again
-    as ServerReturned.
+    """A primary reports that these copies, by segment and epoch, are whole, or (`whole` False) that it gave them up.
+    Repeated like ServerReturned.
     """
 
     name: str
@@ -191,8 +192,8 @@ class CopiesEnded:
 
 @dataclass(frozen=True, slots=True)
 class ServerCounted:
-    """A memory server said, in answer to a create or drop, how much it holds. `dropped`: a segment that it was told to
-    drop; 0: none. If it keeps that all the same it holds more than it should, and has to tell of all that it has.
+    """A memory server reported, in its answer to a create or drop, how much it holds. `dropped`: the segment that it
+    was told to drop; 0: none. If it kept that segment, it holds more than the records say, and must register again.
     """
 
     name: str
@@ -203,16 +204,16 @@ class ServerCounted:
 
 @dataclass(frozen=True, slots=True)
 class ServerSuspected:
-    """A call to drop segments did not reach a memory server: it must register again, and learns of them then."""
+    """A call to drop segments did not reach a memory server: it must register again, and is then told what to drop."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class BufferWanted:
-    """A create, checked. `new_id` gives random non-zero 64-bit ids. `avoid`: servers that did not answer just now; what
-    names no servers goes to others. `waits`: it is put off where a lost copy of what it is to move together with can
-    be made anew.
+    """A checked creation. `new_id` returns random non-zero 64-bit ids. `avoid`: servers that did not answer just now;
+    a buffer whose creation names no servers goes to others. `waits`: the creation is put off while a lost copy in the
+    bundle that it joins can be made anew.
     """
 
     creation: Creation
@@ -223,8 +224,8 @@ class BufferWanted:
 
 @dataclass(frozen=True, slots=True)
 class BufferMade:
-    """All segments of a pending buffer are there. `segments`: as they were made; empty: as they are in the record.
-    `instances`: by which runs of the servers.
+    """All segments of a pending buffer were made. `segments`: as they were made; empty: as in the record. `instances`:
+    the runs of the servers that made them.
     """
 
     key: str
@@ -234,7 +235,7 @@ class BufferMade:
 
 @dataclass(frozen=True, slots=True)
 class BufferFailed:
-    """A segment of a pending buffer could not be made. `copies`: those that perhaps were."""
+    """A segment of a pending buffer could not be made. `copies`: those that may have been made."""
 
     key: str
     copies: tuple[SegmentRecord, ...] = ()
@@ -244,13 +245,14 @@ class BufferFailed:
 class BufferDeleted:
     name: str
     missing_ok: bool
-    id: int = 0  # not 0: of that buffer alone
+    id: int = 0  # not 0: only the buffer with this id
 
 
 @dataclass(frozen=True, slots=True)
 class BufferRenamed:
-    """A rename of one buffer, or of all in a folder. With `replace` a buffer of the new name is deleted, or gets the
-    name `displaced_name` where that is not empty. With an `id` that is not 0 of that one buffer alone.
+    """A rename of one buffer, or of all buffers in a folder. With `replace`, an existing buffer of the new name is
+    deleted, or gets the name `displaced_name` if that is not empty. With an `id` other than 0, only the buffer with
+    that id is renamed.
     """
 
     name: str
@@ -263,8 +265,8 @@ class BufferRenamed:
 
 @dataclass(frozen=True, slots=True)
 class NamesFreed:
-    """Segments of locks and barriers that were idle, and answer no request now: by id, their locks' last tokens. If
-    `server` has another's primary no more, somebody may have used the name there.
+    """Segments of idle locks and barriers that were retired: the locks' last tokens, by segment id. Segments whose
+    primary has left `server` since are not freed, because a client may have used them at the new primary.
     """
 
     server: str
@@ -273,7 +275,7 @@ class NamesFreed:
 
 @dataclass(frozen=True, slots=True)
 class SessionRenewed:
-    """A client opens a session, or says that it lives. `owner`: its certificate's key, empty if there is none."""
+    """A client opens a session or renews it. `owner`: the key of its certificate, empty without one."""
 
     session_id: int
     client_name: str
@@ -282,7 +284,7 @@ class SessionRenewed:
 
 @dataclass(frozen=True, slots=True)
 class SessionClosed:
-    """A client went away cleanly."""
+    """A client closed its session."""
 
     session_id: int
 
@@ -318,78 +320,61 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class SaveBuffer:
-    """Put the record into the store."""
-
     record: BufferRecord
 
 
 @dataclass(frozen=True, slots=True)
 class EraseBuffer:
-    """Take the record out of the store."""
-
     key: str
 
 
 @dataclass(frozen=True, slots=True)
 class SaveServer:
-    """Put the record into the store."""
-
     record: ServerRecord
 
 
 @dataclass(frozen=True, slots=True)
 class EraseServer:
-    """Take the record out of the store."""
-
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class SaveSession:
-    """Put the record into the store."""
-
     record: SessionRecord
 
 
 @dataclass(frozen=True, slots=True)
 class EraseSession:
-    """Take the record out of the store."""
-
     session_id: int
 
 
 @dataclass(frozen=True, slots=True)
 class SaveTokenFloor:
-    """Put the number into the store."""
-
     token: int
 
 
 @dataclass(frozen=True, slots=True)
 class SaveLineage:
-    """Put the history of terms into the store."""
-
     terms: str
 
 
 @dataclass(frozen=True, slots=True)
 class SaveSequence:
-    """Put the number of the last change of a buffer's record into the store."""
-
     sequence: int
 
 
 @dataclass(frozen=True, slots=True)
 class MakeSegments:
-    """Have the segments of this pending buffer made, then report BufferMade or BufferFailed."""
+    """Have this pending buffer's segments made, then report BufferMade or BufferFailed."""
 
     record: BufferRecord
 
 
 @dataclass(frozen=True, slots=True)
 class DropSegments:
-    """Have the servers drop these; report ServerSuspected for one that cannot be reached. `epoch`: not one that is made
-    anew in a later one; 0: they are gone for good. `room`: of copies that never began, which may be made in it again.
+    """Have the servers drop these segments; report ServerSuspected for a server that cannot be reached. `epoch`: keep a
+    segment that was made anew in a later epoch; 0: drop it in any epoch. `room`: they are of copies that never began,
+    and may be made again in the same epoch.
     """
 
     segments: tuple[SegmentRecord, ...]
@@ -400,23 +385,23 @@ class DropSegments:
 
 @dataclass(frozen=True, slots=True)
 class AnswerDrops:
-    """Tell the server that registers to drop these of its segments, unless they were made in a later epoch than its
-    number in `epochs`; 0: in any. `rooms`: of these also what was made for the next epoch, for a copy that never began.
+    """Tell the registering server to drop these segments, unless they were made in a later epoch than the number in
+    `epochs`; 0: in any epoch. `rooms`: of these, also what was made for the next epoch, for a copy that never began.
     """
 
     segment_ids: tuple[int, ...]
     epochs: tuple[int, ...]
     rooms: tuple[int, ...] = ()
     grounds: tuple[Ground, ...] = ()
-    quarantined: tuple[int, ...] = ()  # of the others, those that no record knows
-    taken_up: tuple[int, ...] = ()  # quarantined, and known to a record now
-    # Segment and epoch: the server keeps it as its primary, but the records have another primary. It stops serving it.
+    quarantined: tuple[int, ...] = ()  # kept segments that the server must mark as quarantined
+    taken_up: tuple[int, ...] = ()  # quarantined segments that a record knows now
+    # (segment, epoch) that the server holds as primary while the records have another one. It stops serving them.
     superseded: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class EndQuarantine:
-    """Tell a server that these segments need no mark any more: they can be compared with the copy that was taken up."""
+    """Tell a server to remove the marks of these segments: they can be compared with the copy that was taken up."""
 
     server: str
     segment_ids: tuple[int, ...]
@@ -424,21 +409,21 @@ class EndQuarantine:
 
 @dataclass(frozen=True, slots=True)
 class WakeOpeners:
-    """Those who wait for this name may look again."""
+    """Wake the calls that wait for this name."""
 
     key: str
 
 
 @dataclass(frozen=True, slots=True)
 class TellEnded:
-    """Tell the memory servers at once that these sessions are over; what one misses it hears at its next renewal."""
+    """Tell the memory servers that these sessions have ended. A server that misses it hears it at its next renewal."""
 
     session_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Put a line into the log, at this level of the logging module."""
+    """Write a log line at this level of the logging module."""
 
     level: int
     text: str

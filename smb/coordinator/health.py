@@ -1,7 +1,6 @@
-"""Whether the coordinator works: that its event loop goes round, that it leads or knows who does, and that its store
-can be written.
+"""The coordinator's health: its event loop runs, it leads or knows the leader, and its store can be written.
 
-Threads: the loop ticks and says what it is, the pages' threads read. Each value is one attribute, read once.
+Threads: the loop's thread writes, the pages' threads read. Each value is one attribute, read once.
 """
 
 from __future__ import annotations
@@ -14,17 +13,17 @@ from typing import Any, Literal
 from smb.coordinator.commit_log import CommitLog
 from smb.coordinator.store import Store
 
-# Since its last tick, of two a second: the loop hangs.
+# Seconds since the last tick (there are two a second) from which the loop counts as hung.
 TICK_LATE_S = 10.0
 
 Leadership = Literal["leader", "standby", "lost"]
 
 
 class Health:
-    """The answers of /healthz, /livez and /readyz; no name of a buffer, client or file is in it."""
+    """The answers of /healthz, /livez and /readyz. They contain no name of a buffer, client or file."""
 
     def __init__(self, address: str, clock: Callable[[], float] = time.monotonic) -> None:
-        """`clock` returns seconds, of any beginning."""
+        """`clock` returns seconds; its zero does not matter."""
         self._address = address
         self._clock = clock
         self._ticked_at = clock()
@@ -33,20 +32,21 @@ class Health:
         self._trouble = ""
 
     def ticked(self) -> None:
-        """Take note that the loop went round."""
+        """Record that the loop runs."""
         self._ticked_at = self._clock()
 
     def lead(self, commit_log: CommitLog, store: Store, holds: Callable[[], bool]) -> None:
-        """It leads, while `holds`."""
+        """Record that this coordinator leads while `holds` returns True."""
         self._led, self._leader, self._trouble = (commit_log, store, holds), self._address, ""
 
     def stand_by(self, leader: str, trouble: str = "") -> None:
-        """Another leads. `trouble`: why nobody knows whether one does, or why this one could not."""
+        """Record that another coordinator leads. `trouble`: why the leader is unknown, or why this one could not
+        lead."""
         self._led, self._leader, self._trouble = None, leader, trouble
 
     @property
     def leadership(self) -> Leadership:
-        """Leader; standby, ready to be it; or lost: it cannot know who leads, or has just stopped to."""
+        """Leader; standby: ready to lead; or lost: the leader is unknown, or this one has just stopped leading."""
         led = self._led
         if led is not None:
             return "leader" if led[2]() else "lost"
@@ -54,12 +54,12 @@ class Health:
 
     @property
     def tick_age_s(self) -> float:
-        """Seconds since the loop last went round."""
+        """Seconds since the last tick of the loop."""
         return self._clock() - self._ticked_at
 
     @property
     def alive(self) -> bool:
-        """Whether the loop goes round; a restart helps where it does not."""
+        """Whether the loop runs; if not, a restart helps."""
         return self.tick_age_s < TICK_LATE_S
 
     @property
@@ -69,12 +69,12 @@ class Health:
         return self._trouble if led is None else led[0].store_error
 
     def state_free_bytes(self) -> int | None:
-        """Return how much room the store's disk has; None if nobody knows."""
+        """Return the free bytes of the store's disk; None if unknown."""
         led = self._led
         return None if led is None else led[1].free_bytes()
 
     def show(self) -> Mapping[str, Any]:
-        """Return the object: `alive` is for /livez, `ok` for the others."""
+        """Return the JSON object. `alive` is the answer of /livez, `ok` that of the other pages."""
         alive, leadership, led, failing = self.alive, self.leadership, self._led, bool(self.store_error)
         shown: dict[str, Any] = {
             "ok": alive and leadership != "lost" and not failing,

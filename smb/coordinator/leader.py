@@ -1,4 +1,4 @@
-"""The parts that a coordinator has while it leads: the commit log, and all that works on it."""
+"""The parts of a coordinator that exist while it leads: the commit log, and all that works on it."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ from smb.daemon.process import Answer
 from smb.errors import Error
 from smb.rpc import control_pb2 as pb
 
-TICK_S = 0.5  # a lease is seen to have run out at most this late
+TICK_S = 0.5  # the end of a lease is noticed at most this late
 
 _log = logging.getLogger("coordinator")
 
 
 @dataclass(frozen=True, slots=True)
 class Around:
-    """The parts that stay over changes of the leader: the front of the port, the log lines and the counters of this
+    """The parts that outlive changes of the leader: the front of the port, the log lines and the counters of this
     process."""
 
     options: CoordinatorOptions
@@ -51,19 +51,19 @@ class Around:
     health: Health
     registry: CollectorRegistry
     leases: LeaseMetrics
-    pages_address: Callable[[], str]  # as others reach them
+    pages_address: Callable[[], str]  # the pages' address, as others reach it
     outside: Outside = field(default_factory=Outside)
 
 
 @dataclass(slots=True)
 class ShownLeader:
-    """The source of the pages: it changes with the leader."""
+    """The source of the pages, which changes with the leader."""
 
     leading: Leading | None = None
 
 
 class Leading:
-    """One time of leading. Made by `open`; what it needs ends with the exit stack given there."""
+    """One period of leading. Made by `open`, which registers the end of its parts with the given exit stack."""
 
     def __init__(self, commit_log: CommitLog, dashboard: dashboard_interface.Dashboard, around: Around) -> None:
         self.commit_log = commit_log
@@ -75,7 +75,8 @@ class Leading:
     async def open(
         around: Around, store: Store, holds: Callable[[], bool], term: int, leaving: AsyncExitStack
     ) -> Leading:
-        """Read the store, and answer calls from then on, while `holds`. `leaving` ends all of it, in the reverse order.
+        """Read the store, and from then on answer calls while `holds` returns True. `leaving` stops the parts in
+        reverse order.
 
         Raises StoreError, DeposedError.
         """
@@ -145,7 +146,7 @@ class Leading:
         return Leading(commit_log, dashboard, around)
 
     def page(self, path: str, query: str) -> Answer | None:
-        """Return the answer to GET path?query, None if there is no such page."""
+        """Return the answer to GET path?query; None if no such page exists."""
         if path == "/targets":
             return Answer("200 OK", "application/json", targets(self.commit_log.state, self._around.pages_address()))
         return self._dashboard(path, query)
@@ -157,7 +158,7 @@ async def _tick(
     health: Health,
     silent: Callable[[], Awaitable[frozenset[str]]],
 ) -> None:
-    # Of one change: two records for each session, as an old one may be forgotten, one for each server, one for each
+    # One change has two records for each session (an old one may be forgotten), one for each server, and one for each
     # buffer that lost a copy.
     most = None if commit_log.changes_max is None else commit_log.changes_max // 4
     said = ""
@@ -168,11 +169,11 @@ async def _tick(
             endings.tell(committed)
             more = most is not None and any(isinstance(effect, TellEnded | SaveBuffer) for effect in committed.effects)
         except (StoreError, DeposedError):
-            pass  # the commit_log has said it, once; the next tick tries again
+            pass  # the commit log has logged it once; the next tick tries again
         except Error as error:
             if str(error) != said:
                 said = str(error)
-                _log.error("leases that have run out, and what follows from that: %s", said)
+                _log.error("cannot end the leases that have run out; trying again: %s", said)
         health.ticked()
         await asyncio.sleep(0 if more else TICK_S)
 
@@ -193,25 +194,25 @@ async def _judge(commit_log: CommitLog, roles: RoleChanges, copy_maker: CopyMake
             await roles.end_quarantine(committed)
             await segments.drop(committed)
         except (StoreError, DeposedError):
-            pass  # the commit_log has said it, once
+            pass  # the commit log has logged it once
         except Error as error:
             if str(error) != said:
                 said = str(error)
-                _log.warning("memory that servers hold beside the records: %s", said)
+                _log.warning("cannot judge the memory that servers hold beside the records; trying again: %s", said)
 
 
 def end_if_failed(outside: Outside, task: asyncio.Task[None]) -> None:
-    """End the process where a task that lasts as long as the lead has failed by a fault of ours: without it the
-    coordinator does half its work, and a supervisor's restart helps.
+    """End the process if a task that should run as long as this coordinator leads has failed because of a bug. Without
+    the task the coordinator would do half of its work, and a supervisor's restart helps.
     """
     if not task.cancelled() and (error := task.exception()) is not None:
-        _log.critical("ends: it can do its work no more", exc_info=error)
+        _log.critical("the coordinator ends, because a part of it failed", exc_info=error)
         outside.end_process(1)
 
 
 @asynccontextmanager
 async def cancelled_at_end(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    """Have it run beside the block."""
+    """Run the coroutine beside the block, and cancel it at the block's end."""
     task = asyncio.create_task(work)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Leases: who is known to be alive, and until when. Pure; time is passed in."""
+"""Leases: which holders count as alive, and until when. Pure; time is passed in."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ Holder = TypeVar("Holder", bound=Hashable)
 class Leases(Generic[Holder]):
     """Holders and the moments at which their leases run out, in seconds of one monotonic clock. Immutable.
 
-    A lease runs for `duration_s`. If all holders together would renew more than `most_per_s` times a second, leases are
-    longer, up to `longest_s`.
+    A lease runs for `duration_s`. If all holders together would renew more than `most_per_s` times a second, leases
+    become longer, up to `longest_s`.
     """
 
     duration_s: float
@@ -27,7 +27,7 @@ class Leases(Generic[Holder]):
 
     @property
     def granted_s(self) -> float:
-        """How long a lease runs that is granted now."""
+        """How long a lease that is granted now runs, in seconds."""
         return max(self.duration_s, min(self.longest_s, RENEWALS_PER_LEASE * len(self.ends) / self.most_per_s))
 
     def grant(self, holder: Holder, now: float) -> Leases[Holder]:
@@ -35,19 +35,19 @@ class Leases(Generic[Holder]):
         return replace(self, ends={**self.ends, holder: now + self.granted_s})
 
     def grant_all(self, holders: Collection[Holder], now: float) -> Leases[Holder]:
-        """Start or renew all of these at once, each for as long as their number asks for."""
+        """Start or renew all these leases at once. Their duration follows from the new number of holders."""
         counted = replace(self, ends={**self.ends, **dict.fromkeys(holders, now)})
         return replace(self, ends={**counted.ends, **dict.fromkeys(holders, now + counted.granted_s)})
 
     def end(self, *holders: Holder) -> Leases[Holder]:
-        """Let go of leases; one that is not held is no error."""
+        """End these leases. A holder without a lease is not an error."""
         gone = set(holders)
         return replace(self, ends={other: at for other, at in self.ends.items() if other not in gone})
 
     def runs(self, holder: Holder, now: float) -> bool:
-        """Whether the holder has a lease that has not run out. At its very end it has run out."""
+        """Whether the holder has a lease that has not run out. A lease has run out at its very end."""
         return now < self.ends.get(holder, now)
 
     def run_out(self, now: float) -> tuple[Holder, ...]:
-        """Holders whose lease has run out and was not let go of yet, in the order in which they came."""
+        """Return the holders whose lease has run out but was not ended yet, in the order of their first lease."""
         return tuple(holder for holder, at in self.ends.items() if at <= now)

@@ -1,9 +1,9 @@
-"""The history of the coordinator's store: whether it has every change that a memory server was told of. Pure.
+"""The history of the coordinator's store: whether it has each change that a memory server was told of. Pure.
 
-Each run of a coordinator is a term. Each stored change of a buffer's record has a number, counted on over the terms. A
-store that was restored from a backup lacks the later terms, or the end of the last one: so a stamp (cluster, term,
-sequence) that a server was told is in the history of every store that is at least as new, and of no older one, also
-after the restored store has counted on past that number.
+Each run of a coordinator is a term. Each stored change of a buffer's record has a number, and the numbers go on over
+the terms. A store that was restored from a backup lacks the later terms, or the end of the last term. So the stamp
+(cluster, term, sequence) that a server was told is in the history of each store that is at least as new, and of no
+older store. That also holds after the restored store has counted past that number.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import json
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-TERMS_MAX = 256  # a server that was away for more changes of the leader is quarantined what nobody knows
+TERMS_MAX = 256  # if a server was away for more terms, its segments without a record are quarantined
 
 
 class Stamp(NamedTuple):
-    """How new a store is. `cluster` tells one store's history from another's."""
+    """How new a store is. `cluster` identifies the history, which all restored copies of a store share."""
 
     cluster: int
     term: int
@@ -25,7 +25,8 @@ class Stamp(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Lineage:
-    """The terms, oldest first, each with the number of its first change; `sequence` is that of the last change."""
+    """The terms, oldest first, each with the number of its first change. `sequence` is the number of the last
+    change."""
 
     cluster: int = 0
     terms: tuple[tuple[int, int], ...] = ()
@@ -33,11 +34,11 @@ class Lineage:
 
     @property
     def stamp(self) -> Stamp:
-        """How new the store is now."""
+        """The stamp of the store's last change."""
         return Stamp(self.cluster, self.terms[-1][0] if self.terms else 0, self.sequence)
 
     def begun(self, term: int) -> Lineage:
-        """Return the history with one more term. The first one's number names the cluster."""
+        """Return the history with one more term. The number of the first term names the cluster."""
         if self.terms and self.terms[-1][0] == term:
             return self
         terms = (*self.terms, (term, self.sequence + 1))[-TERMS_MAX:]
@@ -48,7 +49,7 @@ class Lineage:
         return replace(self, sequence=self.sequence + 1)
 
     def covers(self, stamp: Stamp) -> bool:
-        """Whether this store has every change up to that stamp."""
+        """Whether this store has each change up to that stamp."""
         if stamp.cluster != self.cluster:
             return False
         for at, (term, _) in enumerate(self.terms):
@@ -58,12 +59,13 @@ class Lineage:
         return False
 
     def terms_json(self) -> str:
-        """Return the text that `of` reads, but for the sequence."""
+        """Return the text that `of` reads, without the sequence."""
         return json.dumps({"cluster": self.cluster, "terms": self.terms})
 
     @staticmethod
     def of(text: str, sequence: str) -> Lineage:
-        """Read what was stored; empty texts: by a version that kept none. Raises KeyError, TypeError, ValueError."""
+        """Read stored texts; empty ones are from a version without a history. Raises KeyError, TypeError,
+        ValueError."""
         if not text:
             return Lineage()
         fields = json.loads(text)

@@ -1,4 +1,4 @@
-"""The coordinator's calls to memory servers, over gRPC. Every call has a deadline; none is retried here."""
+"""The coordinator's calls to memory servers, over gRPC. Each call has a deadline; none is retried here."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from smb.rpc.control_pb2_grpc import MemoryServerStub
 from smb.security.credentials import Credentials, Current, server_name
 
 ANSWER_S = 3.0  # an idle server answers within a millisecond; a busy host may hold it up
-_LAST_CALLS_S = 24 * 3600.0  # more than any deadline here
-# Pages of a new segment are allocated and zeroed: several GB/s where memory is free, and far less where memory must be
-# reclaimed and the host is busy. A server whose lease ends is not waited for so long.
+_LAST_CALLS_S = 24 * 3600.0  # longer than any deadline in this file
+# A new segment's pages are allocated and zeroed: at several GB/s if memory is free, and far slower if the kernel must
+# reclaim it first or the host is busy. The wait also ends with the server's lease.
 CREATE_BYTES_PER_S_MIN = 20 << 20
 _LEASE_LOOK_S = 0.5
 PROBE_S = 1.0
@@ -34,17 +34,17 @@ Reply = TypeVar("Reply")
 
 
 class RunLiveness(Enum):
-    """What is known of a run of a memory server after a look at its address."""
+    """What a look at a memory server's address showed about one run of it."""
 
     ALIVE = "alive"
-    DEAD = "dead"  # another run answers there, or nobody listens
-    MUTE = "mute"  # it may be stopped, cut off or dead
-    UNNAMED = "unnamed"  # a server of a version that does not say which run it is
+    DEAD = "dead"  # another run answers at the address, or the port is closed
+    MUTE = "mute"  # no answer: the run may be stopped, cut off or dead
+    UNNAMED = "unnamed"  # an answer from a version that does not say which run it is
 
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """The answer to a look at a server; what it holds if that run is alive."""
+    """The answer to a look at a server, with the segments that it holds if that run is alive."""
 
     run: RunLiveness
     held: Mapping[int, Held] = field(default_factory=dict)
@@ -76,12 +76,12 @@ async def _while_alive(call: Awaitable[Reply], alive: Callable[[], bool]) -> Rep
 
 
 class MemoryServers:
-    """Channels to memory servers by name, each made at first use and again when the server's address, or our
-    certificate, changes.
+    """Channels to memory servers by name. A channel is made at first use, and again when the server's address or our
+    certificate changes.
     """
 
     def __init__(self, credentials: Credentials | None = None, connections: Connections | None = None) -> None:
-        """`connections`: how they are reached; None: over the network."""
+        """`connections`: how servers are reached; None: over the network."""
         self._connections = connections or GrpcConnections()
         self._current = Current(credentials) if credentials is not None else None
         self._peers: dict[str, _Peer] = {}
@@ -97,11 +97,11 @@ class MemoryServers:
         stamp: Stamp | None = None,
         alive: Callable[[], bool] = lambda: True,
     ) -> int:
-        """Have the segment made; return the server's used bytes. Waits while the server is `alive`, for as long as the
-        segment's size allows. Raises OutOfMemoryError, UnavailableError (outcome unknown), and InvalidArgumentError
-        where the server is too old to keep the segment together with others.
+        """Have the server make the segment, and return the server's used bytes. Waits while the server is `alive`, for as
+        long as the segment's size allows. Raises OutOfMemoryError, UnavailableError (outcome unknown), and
+        InvalidArgumentError if the server's version has no bundles.
         """
-        bundle_id = 0 if segment.group == segment.id else segment.group  # one of its own needs no server that knows
+        bundle_id = 0 if segment.group == segment.id else segment.group  # a bundle of one needs no support for bundles
         request = pb.CreateSegmentRequest(
             id=segment.id,
             epoch=segment.epoch or record.epoch,
@@ -136,9 +136,10 @@ class MemoryServers:
         quarantine: Sequence[int] = (),
         taken_up: Sequence[int] = (),
     ) -> frozenset[int]:
-        """Tell what the server is to these segments, or ask; have it mark others as quarantined, or no more.
+        """Tell the server its roles for these segments, or ask about them; add and remove marks of quarantine.
 
-        Return those of which it was asked whether they can move, and can't. Raises UnavailableError (outcome unknown).
+        Returns the segments that cannot move, out of those for which `let_move` was asked. Raises UnavailableError
+        (outcome unknown).
         """
         try:
             peer = self._peer(server)
@@ -155,10 +156,10 @@ class MemoryServers:
     async def drop(
         self, server: ServerRecord, segment_id: int, epoch: int, ground: Ground, *, room: bool = False
     ) -> int:
-        """Have the segment dropped, if it is there and not of a later epoch (0: of whichever it is). `room`: it is no
-        whole copy, and may be made again in that epoch.
+        """Have the server drop the segment, unless it has a later epoch than `epoch` (0: whatever its epoch). `room`:
+        only if it is no whole copy; it may be made again in the same epoch.
 
-        Return the server's used bytes. Raises UnavailableError (outcome unknown).
+        Returns the server's used bytes. Raises UnavailableError (outcome unknown).
         """
         try:
             peer = self._peer(server)
@@ -169,8 +170,8 @@ class MemoryServers:
         return int(reply.used_bytes)
 
     async def retire(self, server: ServerRecord, segment_ids: Sequence[int], idle_s: float) -> dict[int, int]:
-        """Have those that are idle for so long answer no more requests; return their last tokens, by id. Raises
-        UnavailableError (outcome unknown).
+        """Retire the locks and barriers that were idle for that long: they answer no more requests. Returns their last
+        tokens by segment id. Raises UnavailableError (outcome unknown).
         """
         request = pb.RetireSegmentsRequest(ids=segment_ids, idle_ms=round(idle_s * 1000))
         try:
@@ -181,7 +182,7 @@ class MemoryServers:
         return dict(reply.tokens)
 
     async def end_sessions(self, server: ServerRecord, session_ids: Sequence[int]) -> None:
-        """Tell that these sessions are over. Raises UnavailableError (outcome unknown)."""
+        """Tell the server that these sessions have ended. Raises UnavailableError (outcome unknown)."""
         try:
             peer = self._peer(server)
             await peer.stub.EndSessions(pb.EndSessionsRequest(session_ids=session_ids), timeout=ANSWER_S)
@@ -189,8 +190,8 @@ class MemoryServers:
             raise self._failure(server, "end sessions", error) from error
 
     async def look(self, server: ServerRecord, segment_ids: Collection[int] = ()) -> Look:
-        """Find out whether that run of the server lives, and what it holds of these segments. A run is known by its
-        instance id: another one at its address, or a closed port there, says that it is dead; silence says nothing.
+        """Find out whether this run of the server lives, and which of these segments it holds. A run is known by its
+        instance id: another run at its address, or a closed port there, shows that it is dead; silence shows nothing.
         """
         try:
             await asyncio.wait_for(self._connections.knock(server.control_address), PROBE_S / 2)
@@ -230,7 +231,7 @@ class MemoryServers:
         peer = _Peer(server.control_address, credentials, channel, MemoryServerStub(channel))  # type: ignore[no-untyped-call]
         self._peers[server.name] = peer
         if known is not None:
-            # Not at once: its calls would end as if their callers were cancelled. Each has a deadline.
+            # Closed at once, its calls would end as if their callers had cancelled them. Each call has a deadline.
             task = asyncio.create_task(known.channel.close(_LAST_CALLS_S))
             self._replaced[task] = known.channel
             task.add_done_callback(lambda ended: self._replaced.pop(ended, None))

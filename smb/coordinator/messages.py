@@ -25,14 +25,16 @@ QUARANTINED_SHOWN_MAX = 4096
 
 
 def kind_of(number: int) -> Kind:
-    """Return the kind of that number on the wire. Raises InvalidArgumentError for one that a later version has."""
+    """Return the kind with that number on the wire. Raises InvalidArgumentError for a kind of a later version."""
     if number not in _KINDS:
-        raise InvalidArgumentError(f"there is no kind {number} here: the coordinator is older than its client")
+        raise InvalidArgumentError(
+            f"kind {number} is unknown to this coordinator, which is older than its client: upgrade the coordinator"
+        )
     return _KINDS[number]
 
 
 def creation_of(request: pb.CreateBufferRequest) -> Creation:
-    """Return the checked creation. Raises InvalidArgumentError."""
+    """Return the creation that a request asks for, checked. Raises InvalidArgumentError."""
     kind = kind_of(request.kind)
     if kind is not Kind.BUFFER:
         _check_bare(request, kind)
@@ -58,7 +60,7 @@ def creation_of(request: pb.CreateBufferRequest) -> Creation:
 
 
 def without_session(request: pb.CreateBufferRequest) -> pb.CreateBufferRequest:
-    """Return the request without who asks: what is created does not depend on it."""
+    """Return the request without its session, on which the result does not depend."""
     asked = pb.CreateBufferRequest()
     asked.CopyFrom(request)
     asked.ClearField("session_id")
@@ -67,7 +69,7 @@ def without_session(request: pb.CreateBufferRequest) -> pb.CreateBufferRequest:
 
 
 def registration_of(request: pb.RegisterServerRequest) -> ServerRegistered:
-    """Return the event; the state checks it."""
+    """Return the registration as an event, unchecked: the state checks it."""
     server = ServerRecord(
         name=request.name,
         instance_id=request.instance_id,
@@ -113,7 +115,7 @@ def stamp_message(stamp: Stamp) -> pb.StoreStamp:
 
 
 def add_quarantined(message: pb.Server, state: State, where: Where) -> None:
-    """Add to a server's message what it holds beside the records."""
+    """Add the segments that the server holds beside the records to its message."""
     listed = [
         pb.Quarantined(
             segment_id=number,
@@ -128,7 +130,7 @@ def add_quarantined(message: pb.Server, state: State, where: Where) -> None:
 
 
 def buffer_message(state: State, record: BufferRecord, *, listed: bool = False) -> pb.Buffer:
-    """Return the buffer with the addresses that its servers have now; one that is `listed` without its metadata."""
+    """Return the buffer with its servers' current addresses. With `listed` the metadata is left out."""
     layout = pb.Layout(
         epoch=record.epoch,
         stripe_bytes=record.stripe_bytes,
@@ -154,7 +156,7 @@ def buffer_message(state: State, record: BufferRecord, *, listed: bool = False) 
 
 
 def server_message(state: State, server: ServerRecord, now: Instant) -> pb.Server:
-    """Return the server as it is now."""
+    """Return the server and its state at `now`."""
     return pb.Server(
         name=server.name,
         data_address=server.data_address,
@@ -176,17 +178,17 @@ def server_message(state: State, server: ServerRecord, now: Instant) -> pb.Serve
 
 
 def stays_message(staying: Staying) -> pb.Stays:
-    """Return what a server that is being drained keeps."""
+    """Return the message about a buffer that stays on a drained server."""
     return pb.Stays(name=staying.record.name, nbytes=staying.nbytes, why=staying.why)
 
 
 def move_message(move: Move) -> pb.Move:
-    """Return a move for people."""
+    """Return the message about a move, for operators."""
     return pb.Move(title=move.title, nbytes=move.nbytes, leaving=move.leaving, target=move.target)
 
 
 def replica_messages(state: State, copies: Iterable[Copy]) -> list[pb.Replica]:
-    """Return a server's parts in segments of two copies, with where the other copies are now."""
+    """Return a server's parts in segments with two copies, with the current addresses of the other copies."""
     return [replica_message(state, copy) for copy in copies]
 
 
@@ -202,7 +204,7 @@ def replica_message(state: State, copy: Copy) -> pb.Replica:
 
 
 def ended_message(ended: EndedSessions, seen: pb.SessionsSeen) -> pb.EndedSessions:
-    """Return what a server that has seen so much has not heard of."""
+    """Return the ended sessions that a server has not heard of, given what it has `seen`."""
     return pb.EndedSessions(
         incarnation=ended.incarnation,
         last_number=ended.last_number,
@@ -217,7 +219,8 @@ def _check_bare(request: pb.CreateBufferRequest, kind: Kind) -> None:
     )
     if request != bare:
         raise InvalidArgumentError(
-            f'{kind.value} "{request.name}": the coordinator decides its form and place; give its name and copies alone'
+            f'{kind.value} "{request.name}": give only the name and the number of copies; the coordinator decides '
+            f"shape and place"
         )
 
 
@@ -229,7 +232,7 @@ def _segment_messages(state: State, record: BufferRecord) -> list[pb.Segment]:
             copying_to=segment.copying_to, group_id=segment.group,
         )  # fmt: skip
         reported = state.progress.get(segment.server, {}) if segment.copying_to else {}
-        progress = reported.get(segment.id) or reported.get(segment.group)  # of a bundle one segment is named
+        progress = reported.get(segment.id) or reported.get(segment.group)  # one segment reports for its bundle
         if progress is not None and progress.total_bytes:
             message.copied = progress.copied_bytes / progress.total_bytes
             if progress.bytes_per_s:

@@ -36,18 +36,18 @@ class CallMetrics:
         self._seconds = Histogram(
             *_described("smb_coordinator_rpc_duration_seconds"), buckets=CALL_EDGES, registry=registry
         )
-        # From the beginning: of a series that begins with 1 Prometheus sees no increase, and the first fault is one.
+        # Each series starts at 0: if a series began with 1, Prometheus would not see the first fault as an increase.
         for method in pb.DESCRIPTOR.services_by_name["Coordinator"].methods:
             self._calls.labels(method.name, grpc.StatusCode.INTERNAL.name)
 
     def count(self, method: str, code: grpc.StatusCode, seconds: float) -> None:
-        """Take note of one answered call."""
+        """Count one answered call."""
         self._calls.labels(method, code.name).inc()
         self._seconds.labels(method).observe(seconds)
 
 
 class LeaseMetrics:
-    """Counts leases that ran out. `saw` is for CommitLog.on_commit."""
+    """Counts leases that ran out. Pass `saw` to CommitLog.on_commit."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._lost = Counter(*_described("smb_coordinator_leases_lost_total"), registry=registry)
@@ -55,7 +55,7 @@ class LeaseMetrics:
             self._lost.labels(of)
 
     def saw(self, event: Event, before: State, _: Committed, now: Instant) -> None:
-        """Count those that this event found to have run out."""
+        """Count the leases that this event found to have run out."""
         if isinstance(event, Ticked):
             self._lost.labels("server").inc(len(before.server_leases.run_out(now.monotonic)))
             gone = before.session_leases.run_out(now.monotonic)[: event.ends_max]
@@ -63,7 +63,7 @@ class LeaseMetrics:
 
 
 class HealthMetrics(Collector):
-    """Whether loop and store work, looked at with each scrape."""
+    """Whether the event loop and the store work, as of each scrape."""
 
     def __init__(self, health: Health) -> None:
         self._health = health
@@ -78,9 +78,9 @@ class HealthMetrics(Collector):
 
 
 class StateMetrics(Collector):
-    """Figures of the state, read at each scrape in the page's thread. That is safe, as states are immutable.
+    """Figures of the state, read at each scrape in the page's thread. This is safe because states are immutable.
 
-    `recovery_s` is how long reading the store took.
+    `recovery_s` is the time that reading the store took.
     """
 
     def __init__(self, look: Callable[[], tuple[State, Instant]], recovery_s: float) -> None:
@@ -152,9 +152,9 @@ def _by_buffer(state: State) -> Metric:
 
 
 def targets(state: State, coordinator: str) -> bytes:
-    """Return what Prometheus should scrape, as its HTTP and file service discovery take it: this coordinator, whose
-    pages are at `coordinator`, and every memory server that is known. One that is dead stays: that it does not answer
-    is what an alert is made of.
+    """Return Prometheus's targets, as its HTTP and file service discovery take them: this coordinator, with its pages
+    at `coordinator`, and each known memory server. Dead servers stay in the list, so that an alert can fire when they
+    do not answer.
     """
     found = [{"targets": [coordinator], "labels": {"smb_role": "coordinator"}}]
     found += [

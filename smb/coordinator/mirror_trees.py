@@ -1,12 +1,14 @@
-"""Trees from a published buffer to its mirrors, each for a share of the bytes: who feeds whom. Pure.
+"""Trees from a published buffer to its mirrors, each for a share of the bytes: which relay reads from which server.
+Pure.
 
-Where the links out of hosts are what limits, N relays can be fed at no more than R = min(B0, (B0 + sum Bi) / N): the
-source (B0) has to send every byte once, and every byte has to be sent N times by somebody. Trees of depth two reach it:
-in tree i the source feeds relay i, and that one all others, for as many bytes as its link carries; what is left of the
-source's link feeds everybody directly. This is Blink's packing of trees (Wang et al. 2020), for servers.
+If the outgoing links of hosts are the limit, N relays can be fed at no more than R = min(B0, (B0 + sum Bi) / N),
+because the source (B0) has to send each byte once, and each byte has to be sent N times in total. Trees of depth two
+reach R: in tree i the source feeds relay i, which feeds all other relays, with as many bytes as its link carries. The
+rest of the source's link feeds all relays directly. This is Blink's packing of trees (Wang et al. 2020), applied to
+servers.
 
-Over zones (sites) the same twice: between zones each is as one relay, and within a zone every byte comes in at one
-relay, which feeds the others. So a byte crosses the way into a zone once.
+With zones (sites) the same is done at two levels: between zones each zone is like one relay, and within a zone each
+byte arrives at one relay, which feeds the others. So each byte enters a zone once.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from itertools import pairwise
 
 @dataclass(frozen=True, slots=True)
 class TreeNode:
-    """A server: how fast it sends, in whatever unit all are given, and its zone."""
+    """A server: its sending rate, in the same unit for all servers, and its zone."""
 
     name: str
     rate: float
@@ -27,25 +29,25 @@ class TreeNode:
 
 @dataclass(frozen=True, slots=True)
 class RelayTree:
-    """For a share of the bytes: from whom each relay takes them. The shares of all trees are 1 together."""
+    """The parent of each relay, for a share of the bytes. The shares of all trees sum to 1."""
 
     share: float
     parents: Mapping[str, str]
 
 
-# Cuts of [0, 1): where each ends, and who brings those bytes in; None: the source feeds everybody.
+# Cuts of [0, 1): the end of each range and the relay through which it arrives; None: the source feeds all relays.
 _Cuts = tuple[tuple[float, str | None], ...]
 
 
 def plan(source: TreeNode, relays: Sequence[TreeNode]) -> tuple[RelayTree, ...]:
-    """Return the trees. Rates are more than 0, names differ."""
+    """Return the trees. All rates must be above 0, and all names distinct."""
     zones: dict[str, list[TreeNode]] = {}
     for relay in relays:
         zones.setdefault(relay.zone, []).append(relay)
     near = zones.pop(source.zone, [])
     home = _cuts(_shares(source.rate, near))
     between = _cuts(_shares(source.rate, [TreeNode(zone, sum(r.rate for r in zones[zone])) for zone in zones]))
-    # By one relay of each zone every byte comes in, by faster ones more of them.
+    # Each byte enters a zone through one relay; faster relays take more of the bytes.
     entries = {zone: _cuts({relay.name: relay.rate for relay in members}) for zone, members in zones.items()}
     ends = {end for end, _ in home}
     for low, high in pairwise((0.0, *(end for end, _ in between))):
@@ -65,7 +67,7 @@ def plan(source: TreeNode, relays: Sequence[TreeNode]) -> tuple[RelayTree, ...]:
 
 
 def parents_of(trees: Iterable[RelayTree], relay: str) -> tuple[tuple[float, str], ...]:
-    """Return from whom the relay takes what: where each range of [0, 1) ends, and its parent there."""
+    """Return where the relay reads what: the end of each range of [0, 1), and its parent there."""
     found: list[tuple[float, str]] = []
     end = 0.0
     for tree in trees:
@@ -77,7 +79,7 @@ def parents_of(trees: Iterable[RelayTree], relay: str) -> tuple[tuple[float, str
 
 
 def _shares(rate: float, relays: Sequence[TreeNode]) -> dict[str | None, float]:
-    """Return which share of the bytes each brings in, None: which all take directly."""
+    """Return the share of the bytes that arrives through each relay; None: the share that all read from the source."""
     count, most = len(relays), sum(relay.rate for relay in relays)
     if count < 2:
         return {None: 1.0}
@@ -112,7 +114,7 @@ def _star(feeder: str, members: Sequence[TreeNode], gate: str | None) -> dict[st
 
 
 def _joined(trees: Sequence[RelayTree]) -> tuple[RelayTree, ...]:
-    """Join neighbours that are the same."""
+    """Join neighbouring ranges with the same tree."""
     joined: list[RelayTree] = []
     for tree in trees:
         if joined and joined[-1].parents == tree.parents:

@@ -1,7 +1,7 @@
-"""The trees of mirrors as they are now: from what relays reported, and who is alive.
+"""The current trees of mirrors, computed from what relays reported and which servers are alive.
 
-Nothing here is stored. A coordinator that was restarted hears all of it with the next renewals; until then each mirror
-takes everything from the source, which is always right.
+Nothing here is stored. A coordinator that was restarted hears the reports again with the next renewals. Until then each
+mirror is filled from the source, which is always right.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from smb.coordinator.records import BufferRecord
 from smb.coordinator.state import SERVER_LEASE_S, State
 from smb.rpc import control_pb2 as pb
 
-_BEGINS_S = 15.0  # a relay's start, at most: until then readers take it for one that will tell
+_BEGINS_S = 15.0  # upper bound of a relay's start; until then readers assume that a report will come
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,13 +24,13 @@ class _Report:
 
 
 class Mirrors:
-    """The last report of each mirror's relay. In the coordinator's loop alone."""
+    """The last report of each mirror's relay. Used in the coordinator's loop only."""
 
     def __init__(self) -> None:
-        self._reports: dict[int, _Report] = {}  # by the mirror's id: one made anew under its name has told nothing
+        self._reports: dict[int, _Report] = {}  # by the mirror's id, since a mirror may be made anew under its name
 
     def record(self, state: State, server: str, request: pb.RenewServerRequest, now: Instant) -> None:
-        """Take a server's reports of the mirrors that it has."""
+        """Store a server's reports of the mirrors that it has."""
         for report in request.mirrors:
             record = state.buffers.get(report.name)
             if record is None or report.id not in (0, record.id):
@@ -42,7 +42,7 @@ class Mirrors:
             self._reports = {id_: last for id_, last in self._reports.items() if id_ in ids}
 
     def tasks(self, state: State, server: str, now: Instant) -> list[pb.MirrorTask]:
-        """Return what this server's relay is to fill, and from where."""
+        """Return which mirrors this server's relay must fill, and from which servers."""
         tasks = []
         for record in state.buffers.values():
             if record.mirror_of and record.ready and record.segments[0].server == server:
@@ -52,7 +52,7 @@ class Mirrors:
         return tasks
 
     def messages(self, state: State, source: BufferRecord, now: Instant) -> list[pb.Mirror]:
-        """Return a published buffer's mirrors, for readers and for people."""
+        """Return the messages that describe a published buffer's mirrors to readers and operators."""
         messages = []
         mirrors = state.mirrors(source)
         last_of = {each.id: self._reports[each.id] for each in mirrors if each.id in self._reports}
@@ -95,8 +95,8 @@ class Mirrors:
         return task
 
     def _rates(self, state: State, buffers: list[BufferRecord]) -> dict[str, float]:
-        """Return how fast each sends: what all that take from it measured, together. Where nobody does its server's
-        weight counts, beside the others'.
+        """Return each buffer's sending rate: the sum of what all its readers measured. If no reader measured it, the
+        rate is estimated from the weights of the servers.
         """
         measured: dict[str, float] = {}
         for each in buffers:

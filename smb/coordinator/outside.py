@@ -1,5 +1,5 @@
-"""What a coordinator has from outside: clocks, random numbers, threads, connections. Passed in, and nowhere else asked
-for, so that a simulator decides all of it (tests/simulator).
+"""The coordinator's clocks, random numbers, threads and connections. They are passed in and obtained nowhere else, so
+that a simulator can decide all of them (tests/simulator).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def read_clocks() -> Instant:
 
 
 def boot_seconds() -> float:
-    """Seconds that go on while the host sleeps, and that nobody sets."""
+    """Seconds on a clock that runs while the host sleeps and that nobody can set."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
@@ -35,27 +35,25 @@ def new_id() -> int:
 
 
 class Connections(Protocol):
-    """How other daemons are reached."""
+    """Ways to reach other daemons."""
 
     def channel(self, address: str, peer: str, credentials: Credentials | None) -> grpc.aio.Channel:
-        """Return a channel to a daemon whose certificate is for the name `peer`."""
+        """Return a channel to the daemon whose certificate has the name `peer`."""
 
     def etcd_channel(self, address: str, credentials: Credentials | None) -> grpc.aio.Channel:
         """Return a channel to a member of etcd."""
 
     async def knock(self, address: str) -> None:
-        """Connect there and hang up. Raises ConnectionRefusedError if nobody listens there, else OSError."""
+        """Connect there and hang up. Raises ConnectionRefusedError if the port is closed, else OSError."""
 
 
 class GrpcConnections:
     """Connections over this host's network."""
 
     def channel(self, address: str, peer: str, credentials: Credentials | None) -> grpc.aio.Channel:
-        """Return a channel to a daemon whose certificate is for the name `peer`."""
         return aio_channel(address, peer, credentials)
 
     def etcd_channel(self, address: str, credentials: Credentials | None) -> grpc.aio.Channel:
-        """Return a channel to a member of etcd."""
         options = (*CHANNEL_OPTIONS, ("grpc.max_reconnect_backoff_ms", 500))
         if credentials is None:
             return grpc.aio.insecure_channel(address, options=options)
@@ -63,7 +61,6 @@ class GrpcConnections:
         return grpc.aio.secure_channel(address, secured, options=options)
 
     async def knock(self, address: str) -> None:
-        """Connect there and hang up. Raises ConnectionRefusedError if nobody listens there, else OSError."""
         host, port = parse_address(address)
         _, writer = await asyncio.open_connection(host, port)
         writer.close()
@@ -71,7 +68,7 @@ class GrpcConnections:
 
 @dataclass(frozen=True, slots=True)
 class Outside:
-    """The clocks and all else. `end_process` ends this process at once, with that status."""
+    """The clocks and the other parts. `end_process` ends this process at once with the given status."""
 
     now: Callable[[], Instant] = read_clocks
     boot_s: Callable[[], float] = boot_seconds

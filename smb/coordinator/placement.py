@@ -1,4 +1,4 @@
-"""Which servers a new buffer lies on, and how it is cut. Pure: the same question always gets the same answer."""
+"""On which servers a new buffer lies, and how it is cut. Pure: equal arguments give equal results."""
 
 from __future__ import annotations
 
@@ -13,24 +13,26 @@ from smb.engine import segment_bytes, segment_file_bytes
 from smb.errors import InvalidArgumentError, OutOfMemoryError, UnavailableError
 
 SERVERS_PER_BUFFER_MAX = 1024  # csrc/smb/types.h: SMB_SEGMENTS_PER_BUFFER_MAX
-# A call keeps as many links busy as its range has stripes. One chunk, the largest frame, is the smallest stripe that
-# costs no call anything (`python -m perf.scaling stripes`): 4 MiB on 8 servers move twice as fast as with 1 MiB.
+# A call keeps as many links busy as its range has stripes. A stripe of one chunk, the largest frame, is the smallest
+# one that does not slow any call down (`python -m perf.scaling stripes`): with it, 4 MiB on 8 servers move twice as
+# fast as with 1 MiB.
 STRIPE_BYTES_DEFAULT = 256 << 10
-# A view maps every stripe, and Linux gives a process 65 530 mappings: buffers beyond half of that get larger ones.
+# A view maps each stripe, and Linux gives a process 65 530 mappings: buffers beyond half of that get larger stripes.
 STRIPE_BYTES_LARGE = 1 << 20
 LARGE_BYTES = 8 << 30
 STRIPE_BYTES_MIN = 4096
 CHUNK_BYTES_MAX = 256 << 10  # csrc/smb/types.h: SMB_CHUNK_BYTES_DEFAULT
-SERVERS_SHOWN_MAX = 8  # in a message
-# Segments that servers of unequal weights get together (two for each server, where these are more than eight): enough
-# for a tenth of the traffic beside nine, few enough that each is worth its file and its place in every client's call.
+SERVERS_SHOWN_MAX = 8  # in one message
+# Segments that servers of unequal weights get together (at least two per server if there are more than eight). This is
+# enough to give one server a tenth of nine others' traffic, and few enough that each is worth its file and its place in
+# every client's call.
 ROUND_MAX = 16
-ROUND_SLACK = 1.02  # a round this close to what the weights ask for is good enough
+ROUND_SLACK = 1.02  # a round is good enough if no server has more than this times its share
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """One segment, and the server that gets it: bytes of data, and of its capacity."""
+    """One segment and its server: bytes of data, and bytes of the server's capacity."""
 
     server: str
     nbytes: int
@@ -39,7 +41,7 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """A cut, and the segments in their order. A server has several of them where its weight is above the others'."""
+    """A cut, with its segments in order. A server has several segments if its weight is higher than the others'."""
 
     stripe_bytes: int
     chunk_bytes: int
@@ -48,29 +50,30 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """The servers to place on: free bytes of each live server, the names of those known but not alive, and weights. A
-    weight is the server's share of the traffic, relative to others (default 1). `stripe_bytes`: what this cluster takes
-    where a buffer says none; 0: as `place` says. `draining`: live servers on which nothing is placed.
+    """The servers on which buffers can be placed: free bytes of each live server, names of known servers that are not
+    alive, and weights. A weight is the server's share of the traffic relative to others (default 1). `stripe_bytes`:
+    the cluster's default stripe; 0: see `place`. `draining`: live servers on which nothing is placed.
     """
 
     free_bytes: Mapping[str, int]
     dead: frozenset[str] = frozenset()
     weights: Mapping[str, float] = field(default_factory=dict)
     stripe_bytes: int = 0
-    hosts: Mapping[str, str] = field(default_factory=dict)  # on which each live server runs
+    hosts: Mapping[str, str] = field(default_factory=dict)  # the host of each live server
     draining: frozenset[str] = frozenset()
     plain: frozenset[str] = frozenset()  # live servers that take data without TLS
 
     def alive(self, server: str) -> bool:
-        """Whether its lease runs."""
+        """Whether the server's lease runs."""
         return server in self.free_bytes or server in self.draining
 
     def may_copy(self, server: str, other: str) -> bool:
-        """Whether one of them may have a copy of what the other has: changes go there as each of them takes data."""
+        """Whether one of the servers may hold a copy of the other's segments: both must take data in the same way, with
+        TLS or without, because changes are forwarded like other data."""
         return server != other and (server in self.plain) == (other in self.plain)
 
     def round_of(self, servers: Sequence[str], most: int) -> list[str]:
-        """Return whose turn it is, stripe by stripe, until all begins anew: at most `most` turns, one at least each."""
+        """Return the order of turns, stripe by stripe, until it repeats: at least one turn each, at most `most`."""
         turns = weighted_round([self.weights.get(name, 1.0) for name in servers], most)
         return [servers[index] for index in turns]
 
@@ -84,22 +87,23 @@ def place(
     stripe_bytes: int = 0,
     versions: int = 1,
 ) -> Placement:
-    """Place `nbytes` on `names`, or on `count` servers, or (both empty) on as many as have something to take.
+    """Place `nbytes` on the servers `names`, or on `count` servers, or (without either) on as many as the data fills.
 
-    Servers with the most free bytes come first, by name where equal, so that small buffers go round. A buffer of fewer
-    stripes than servers lies on the first of them, one stripe each. The value 0 of stripe_bytes means the pool's, else
-    256 KiB (1 MiB for more than 8 GiB). The default is smaller if one of the wanted servers would otherwise get no
-    part. Several versions take copies of whole stripes, for which the default stripe is no larger than the data needs.
+    Servers with the most free bytes come first, and by name among equals, so that small buffers are spread. A buffer
+    with fewer stripes than servers lies on the first of them, one stripe each. stripe_bytes=0 means the pool's stripe,
+    or else 256 KiB (1 MiB for more than 8 GiB). The default is smaller if one of the wanted servers would otherwise get
+    no part. Several versions take copies of whole stripes, for which the default stripe is no larger than the data
+    needs.
 
-    Servers of unequal weights get segments in proportion, as far as stripes and room go; where a part by weight has no
-    room on its server, the same servers share evenly.
+    Servers of unequal weights get segments in proportion, as far as stripes and room allow. If a server has no room for
+    its part by weight, the same servers share evenly.
 
-    Raises UnavailableError if servers are missing, OutOfMemoryError if they are full, InvalidArgumentError for
-    names that nobody knows or more servers than a buffer can have.
+    Raises UnavailableError if too few servers are alive, OutOfMemoryError if they are full, InvalidArgumentError for
+    unknown names or more servers than a buffer can have.
     """
     _check_servers(pool, count, names)
     free_bytes = sum(pool.free_bytes.values())
-    if versions * nbytes > free_bytes:  # also keeps sizes within the engine's 64 bits from here on
+    if versions * nbytes > free_bytes:  # this also keeps all later sizes within the engine's 64 bits
         raise _no_room(pool, versions * nbytes, "")
     wanted = len(names) or count
     order = list(names) or sorted(pool.free_bytes, key=lambda name: (-pool.free_bytes[name], name))
@@ -107,7 +111,7 @@ def place(
     stripe = stripe_bytes or _default_stripe(nbytes, parts, versions, pool.stripe_bytes)
     stripes = -(-nbytes // stripe)
     most = min(wanted or len(order), stripes, SERVERS_PER_BUFFER_MAX)
-    # Fewer servers means larger shares, but spares those with the least room.
+    # With fewer servers each share is larger, but the servers with the least room are left out.
     for count_now in range(most, 0, -1):
         servers = order[:count_now]
         weighted = pool.round_of(servers, min(stripes, SERVERS_PER_BUFFER_MAX))
@@ -124,7 +128,7 @@ def place(
 
 
 def place_like(pool: Pool, like: BufferRecord, *, versions: int = 1) -> Placement:
-    """Place on the same servers, in the same order and with the same cut as `like`. Raises as `place` does."""
+    """Place on the same servers as `like`, in the same order and with the same cut. Raises as `place` does."""
     names = [segment.server for segment in like.segments]
     _check_servers(pool, 0, names)
     stored = _stored_bytes(like.nbytes, like.stripe_bytes, len(names), versions)
@@ -135,15 +139,16 @@ def place_like(pool: Pool, like: BufferRecord, *, versions: int = 1) -> Placemen
 
 
 def place_backups(pool: Pool, placement: Placement, like: BufferRecord | None = None) -> tuple[str, ...]:
-    """Return the server of each share's second copy: another one, on another host if one there has room. Among those it
-    is the server with least of this buffer, then the one with most free bytes. Placed like another buffer, it is the
-    one that has that buffer's copy, where there is room: so the two lie together after a server is lost, too.
+    """Return the server of each share's second copy: another server, on another host if one there has room. Among the
+    candidates it is the one with the least of this buffer, then the one with the most free bytes. For a buffer placed
+    like another one it is the server of that buffer's copy if it has room, so that both still lie together after a
+    server is lost.
 
-    Raises UnavailableError if there is one server alone, OutOfMemoryError if there is no room.
+    Raises UnavailableError if only one server is alive, OutOfMemoryError if no server has room.
     """
     if len(pool.free_bytes) < 2:
         raise UnavailableError(
-            f"replicas=2 takes two live memory servers; alive: {', '.join(pool.free_bytes)}. Start another one"
+            f"replicas=2 needs two live memory servers; alive: {', '.join(pool.free_bytes)}. Start another one"
         )
     free = dict(pool.free_bytes)
     given = dict.fromkeys(free, 0)
@@ -167,8 +172,8 @@ def place_backups(pool: Pool, placement: Placement, like: BufferRecord | None = 
 
 
 def place_together(pool: Pool, like: BufferRecord) -> tuple[Placement, tuple[str, ...]]:
-    """Place each segment, and its second copy, on the servers that have those of `like`. A copy that `like` lacks for
-    now is left out, too. Raises as `place_like` does.
+    """Place each segment and its second copy on the servers of the same copies of `like`. A second copy that `like`
+    lacks for now is left out here, too. Raises as `place_like` does.
     """
     backups = tuple(segment.backup for segment in like.segments)
     _check_servers(pool, 0, tuple(dict.fromkeys(filter(None, backups))))
@@ -183,33 +188,34 @@ def place_together(pool: Pool, like: BufferRecord) -> tuple[Placement, tuple[str
 
 
 def place_copy(pool: Pool, server: str, file_bytes: int) -> str:
-    """Return where a new copy of a segment of `server` goes: as `place_backups`; empty: no other server has room."""
+    """Return the server for a new copy of a segment of `server`, chosen as in `place_backups`; empty: none has room."""
     host = pool.hosts.get(server)
     others = [name for name, free in pool.free_bytes.items() if pool.may_copy(server, name) and free >= file_bytes]
     return min(others, key=lambda name: (pool.hosts.get(name) == host, -pool.free_bytes[name], name), default="")
 
 
 def chunk_bytes(stripe_bytes: int) -> int:
-    """Return the chunk that goes with a stripe: the largest whole number of pages up to 256 KiB that divides it."""
+    """Return the chunk size for a stripe: the largest whole number of pages up to 256 KiB that divides the stripe."""
     pages = stripe_bytes // STRIPE_BYTES_MIN
     most = min(pages, CHUNK_BYTES_MAX // STRIPE_BYTES_MIN)
     return next(count for count in range(most, 0, -1) if pages % count == 0) * STRIPE_BYTES_MIN
 
 
 def weighted_round(weights: Sequence[float], most: int) -> list[int]:
-    """Return the order in which servers of these weights take turns: each at least one, at most max(`most`, servers).
+    """Return the order in which servers with these weights take turns: at least one turn each, and at most
+    max(`most`, number of servers).
 
     Equal weights take one turn each, in order. Unequal weights take as many turns as the shortest round in which the
-    busiest server has at most 1.02 times its due. If no round is that good, the best one of up to 16 turns is taken (2
-    for each server if these are more). A server's turns are spread evenly over the round, so that any few stripes in a
-    row are spread too.
+    busiest server has at most 1.02 times its share. If no round is that good, the best one of up to 16 turns is taken
+    (2 for each server if these are more). A server's turns are spread evenly over the round, so that any few stripes in
+    a row are spread too.
     """
     servers = len(weights)
     if len(set(weights)) == 1:
         return list(range(servers))
     total = sum(weights)
     longest = max(servers, min(most, max(ROUND_MAX, 2 * servers)))
-    # Each further turn goes to whom it loads least, by which no other choice has a lower highest load.
+    # Each further turn goes to the server that it loads least. No other choice has a lower highest load.
     loads = [(2 * total / weight, index) for index, weight in enumerate(weights)]
     heapq.heapify(loads)
     highest = total / min(weights)
@@ -239,7 +245,7 @@ def _stored_bytes(nbytes: int, stripe_bytes: int, segments: int, versions: int) 
 
 
 def _cut(stored_bytes: int, stripe_bytes: int, chunk: int, servers: Sequence[str]) -> Placement:
-    """Cut it over segments on these servers, of which one may have several."""
+    """Cut the bytes over segments on these servers. A server that is listed several times gets several segments."""
     sizes = [segment_bytes(stored_bytes, stripe_bytes, chunk, len(servers), index) for index in range(len(servers))]
     shares = (Share(name, size, segment_file_bytes(size, chunk)) for name, size in zip(servers, sizes, strict=True))
     return Placement(stripe_bytes, chunk, tuple(shares))
@@ -255,30 +261,33 @@ def _fits(pool: Pool, placement: Placement) -> bool:
 def _check_servers(pool: Pool, count: int, names: Sequence[str]) -> None:
     if max(count, len(names)) > SERVERS_PER_BUFFER_MAX:
         raise InvalidArgumentError(
-            f"{max(count, len(names))} servers asked; a buffer has at most {SERVERS_PER_BUFFER_MAX}"
+            f"a buffer can lie on at most {SERVERS_PER_BUFFER_MAX} servers, not {max(count, len(names))}"
         )
     alive = ", ".join(sorted(pool.free_bytes)[:SERVERS_SHOWN_MAX]) or "none"
     for name in names:
         if name in pool.draining:
             raise UnavailableError(
-                f'memory server "{name}" is being drained and gets nothing new; alive: {alive}. Choose others, or: '
-                f"smb undrain {name}"
+                f'memory server "{name}" is being drained and gets no new segments; alive: {alive}. Choose others, or '
+                f"stop draining it: smb undrain {name}"
             )
         if name not in pool.free_bytes and name not in pool.dead:
-            raise InvalidArgumentError(f'no memory server "{name}" is known; alive: {alive}')
+            raise InvalidArgumentError(f'no memory server is named "{name}"; alive: {alive}')
         if name in pool.dead:
             raise UnavailableError(
                 f'memory server "{name}" is not alive; alive: {alive}. Start it again or choose others'
             )
     if not pool.free_bytes and pool.draining:
-        raise UnavailableError(f"every live memory server is being drained: {', '.join(sorted(pool.draining))}")
+        raise UnavailableError(
+            f"every live memory server is being drained: {', '.join(sorted(pool.draining))}; start another one, or "
+            f"stop draining one (smb undrain NAME)"
+        )
     if not pool.free_bytes:
         raise UnavailableError(
             "no memory server is alive; start one with: smb-memserver --coordinator HOST:PORT --capacity 1GiB"
         )
     if count > len(pool.free_bytes):
         raise UnavailableError(
-            f"{count} servers asked, {len(pool.free_bytes)} alive ({alive}); ask for fewer, or start more servers"
+            f"{count} servers were asked for, {len(pool.free_bytes)} are alive ({alive}); ask for fewer, or start more"
         )
 
 

@@ -39,8 +39,8 @@ from smb.security.expiry import ExpiryMetrics
 from smb.security.page_access import admission
 from smb.security.roles import AioGuard, Callers
 
-TRIM_S = 10.0  # how often freed memory goes back to the system
-STOP_GRACE_S = 1.0  # for calls under way
+TRIM_S = 10.0  # the interval at which freed memory is returned to the system
+STOP_GRACE_S = 1.0  # for calls in progress
 
 _PATHS = b"There is / (the page for people), /api/state, /metrics, /targets, /healthz, /livez and /readyz.\n"
 _log = logging.getLogger("coordinator")
@@ -63,7 +63,7 @@ async def _serve(options: CoordinatorOptions) -> None:
 
 
 async def _start(options: CoordinatorOptions, leaving: AsyncExitStack) -> None:
-    """Start all parts in the order in which they need each other; `leaving` stops them in the reverse one."""
+    """Start all parts in the order of their dependencies; `leaving` stops them in the reverse order."""
     end_with_owner()
     if options.credentials is not None or options.etcd_credentials is not None:
         keep_secrets()
@@ -130,7 +130,7 @@ async def _start(options: CoordinatorOptions, leaving: AsyncExitStack) -> None:
     if options.ready_file is not None:
         write_ready_file(options.ready_file, address=address, metrics=pages.address, name="coordinator")
         leaving.callback(options.ready_file.unlink, missing_ok=True)
-    gc.freeze()  # modules stay for good: neither the collector nor the process's end has to look at them
+    gc.freeze()  # modules stay for good, so neither the collector nor the process's end has to visit them
     notify("READY=1", f"STATUS=serving at {address}")
     interval_s = watchdog_interval_s()
     if interval_s is not None:
@@ -145,7 +145,7 @@ async def _stop_answering(server: grpc.aio.Server, shown: ShownLeader, front: Fr
 
 
 def _shown_to_others(address: str, host: str) -> str:
-    """Return where others find what listens at the address: 0.0.0.0 is nobody's address."""
+    """Return the address under which others reach the listener; 0.0.0.0 is replaced by this host's name."""
     shown, port = parse_address(address)
     return format_address(reachable(shown or host), port)
 
@@ -154,13 +154,13 @@ def _bind(server: grpc.aio.Server, asked: str, address: str, credentials: Creden
     port = add_port(server, address, credentials)
     if port == 0:
         raise UnavailableError(
-            f"cannot listen on {asked}: it was taken this very moment; choose another address or port 0"
+            f"cannot listen on {asked}: another process took the port just now; choose another address or port 0"
         )
     return port
 
 
 async def _trim() -> None:
-    """Give back what large requests took: glibc keeps it, and a burst of them would be the process's size for good."""
+    """Return memory of large requests to the system; glibc would keep it, and a burst would set the size for good."""
     try:
         trim = ctypes.CDLL(None).malloc_trim
     except AttributeError:  # another C library
@@ -171,7 +171,7 @@ async def _trim() -> None:
 
 
 async def _feed_watchdog(interval_s: float, health: Health) -> None:
-    """Tell the watchdog that the event loop goes round, and its ticks with it."""
+    """Tell the watchdog at each interval that the event loop runs and ticks."""
     while True:
         await asyncio.sleep(interval_s)
         if health.alive:

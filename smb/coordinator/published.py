@@ -9,10 +9,10 @@ from smb.published import ABOUT
 from smb.rpc.metadata import unpack
 
 
-@lru_cache(maxsize=64)  # its keys are metadata, at most 1 MiB each
+@lru_cache(maxsize=64)  # the keys are metadata of at most 1 MiB each
 def published_as(packed: bytes) -> dict[str, object] | None:
-    """Return how a state is published (smb/torch/publish.py), from its metadata; None if it is no published state. The
-    event loop asks, and metadata may be megabytes: each is parsed once.
+    """Return the metadata of a published state (smb/torch/publish.py); None for other buffers. Each text is parsed
+    once, because the event loop asks and metadata may be megabytes.
     """
     text = unpack(packed)
     about = json.loads(text).get(ABOUT) if f'"{ABOUT}"' in text else None

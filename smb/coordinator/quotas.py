@@ -1,7 +1,8 @@
-"""How much of the cluster each namespace may take: bytes of memory, and how many buffers. Pure.
+"""Quotas: how many bytes of memory and how many buffers each namespace may take. Pure.
 
-A namespace is the first part of a name of several parts; names of one part are in the nameless one. Locks and barriers
-count as buffers do: they are memory of a server too. Bytes are of whole segment files, as against a server's capacity.
+A namespace is the first part of a name that has several parts; other names are in the nameless namespace. Locks and
+barriers count as buffers, since they take a server's memory too. Bytes are those of whole segment files, as for a
+server's capacity.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from smb.security.roles import namespace_of
 
 
 def check_quota(quotas: Mapping[str, Quota], there: Iterable[BufferRecord], wanted: BufferRecord, asked: str) -> None:
-    """Raise OutOfMemoryError where `wanted` beside what is `there` is too much; it says what is used and allowed."""
+    """Raise OutOfMemoryError if `wanted` beside what is `there` exceeds a quota. The message has use and limit."""
     namespace = namespace_of(wanted.name)
     quota = quotas.get(namespace) or quotas.get(EACH_OTHER)
     if quota is None:
@@ -26,14 +27,14 @@ def check_quota(quotas: Mapping[str, Quota], there: Iterable[BufferRecord], want
     advice = "delete some, or ask the operator for more (smb coordinator --quota)"
     if quota.buffers is not None and len(ours) >= quota.buffers:
         raise OutOfMemoryError(
-            f"{asked}: {title}: {len(ours)} buffers, locks and barriers are there, "
-            f"{quota.buffers} are allowed; {advice}"
+            f"{asked}: {title} may have {quota.buffers} buffers, locks and barriers, and has {len(ours)} already; "
+            f"{advice}"
         )
     used, more = sum(map(_file_bytes, ours)), _file_bytes(wanted)
     if quota.nbytes is not None and used + more > quota.nbytes:
         raise OutOfMemoryError(
-            f"{asked}: {title}: {format_bytes(used)} of {format_bytes(quota.nbytes)} allowed are used, and this takes "
-            f"{format_bytes(more)}; {advice}"
+            f"{asked}: {title} may take {format_bytes(quota.nbytes)}, and {format_bytes(used)} are used; this needs "
+            f"{format_bytes(more)} more; {advice}"
         )
 
 

@@ -1,4 +1,4 @@
-"""Which copies move so that servers are about equally full. Pure."""
+"""Which copies move so that all servers are about equally full. Pure."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from smb.coordinator.placement import Pool
 from smb.coordinator.records import BufferRecord, SegmentRecord
 from smb.coordinator.replicas import stays_on
 
-SPREAD_MAX = 0.05  # of their capacities: servers that differ by less are equally full
-MOVES_MAX = 1000  # of one plan: each is a wait for clients; ask again for more
-ENDS = 8  # so many of the fullest servers, and of the emptiest, are looked at for a move
+SPREAD_MAX = 0.05  # fraction of the capacity; servers that differ by less count as equally full
+MOVES_MAX = 1000  # in one plan, because each move makes clients wait; run rebalance again for more
+ENDS = 8  # how many of the fullest servers, and of the emptiest, are considered for a move
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """A copy of a segment, with what moves together with it, that is to go from a server to another one. `title`: the
-    buffer's; `nbytes`: of all of them.
+    """A move of a copy, with the rest of its bundle, from one server to another. `title`: the buffer's title.
+    `nbytes`: bytes of the whole bundle.
     """
 
     segment_id: int
@@ -36,16 +36,16 @@ def plan(
     single_copies: bool = False,
     bound: Container[int] = frozenset(),
 ) -> list[Move]:
-    """Return the moves, in their order, from the fullest servers to the emptiest ones. Each leaves its two servers less
-    different, and no two copies on one host that were on two. `capacity`: of the servers that are placed on.
-    `single_copies`: segments of buffers with one copy move, too, but those that are `bound` to their servers.
+    """Return the moves in order, from the fullest servers to the emptiest. Each move makes its two servers less
+    different. No move puts two copies on one host that were on two. `capacity`: of the servers on which buffers are
+    placed. `single_copies`: also move segments of buffers with one copy, except those `bound` to their servers.
     """
     free = dict(pool.free_bytes)
     held: dict[str, list[tuple[SegmentRecord, str]]] = {name: [] for name in free}
     for name, segment, title in (*_pairs(list(records), pool), *_alone(records, pool, bound, single_copies)):
         if name in held:
             held[name].append((segment, title))
-    # The largest first; of equal ones a backup, whose move changes no roles.
+    # The largest copies first; among equals a backup first, since its move changes no roles.
     for name, copies in held.items():
         copies.sort(key=lambda each: (-each[0].file_bytes, each[0].server == name, each[0].id))
 
@@ -53,7 +53,7 @@ def plan(
         return (capacity[name] - free[name] + more) / capacity[name]
 
     found: list[Move] = []
-    moved: set[int] = set()  # once in a plan: it has one copy meanwhile
+    moved: set[int] = set()  # each segment moves once in a plan, as it has one copy during the move
     while len(found) < MOVES_MAX:
         order = sorted(free, key=lambda name: (used(name), name))
         move = next(
@@ -79,11 +79,11 @@ def plan(
     return found
 
 
-_Copy = tuple[str, SegmentRecord, str]  # its server, the segment, the buffer's title
+_Copy = tuple[str, SegmentRecord, str]  # the copy's server, the segment, the buffer's title
 
 
 def _pairs(records: list[BufferRecord], pool: Pool) -> Iterator[_Copy]:
-    """Yield the copies of segments with two. Of those that move together one stands for all, with the bytes of all."""
+    """Yield the copies of segments with two. One segment stands for its bundle, with the bytes of the whole bundle."""
     bundles = Bundles(records)
     seen: set[int] = set()
     for record in records:

@@ -20,23 +20,24 @@ class Kind(str, Enum):
 
 
 def key_of(kind: Kind, name: str) -> str:
-    """Return what a record is known by. No name of a buffer has a colon in it."""
+    """Return the key of a record. A buffer's name cannot contain a colon, so keys of different kinds never collide."""
     return name if kind is Kind.BUFFER else f"{kind.value}:{name}"
 
 
 def copy_stride_bytes(nbytes: int, stripe_bytes: int, segments: int) -> int:
-    """Return how far apart two copies of so many bytes lie: by whole stripes on each segment, so as to be cut alike."""
+    """Return the distance of two copies of `nbytes`, in bytes: a whole number of stripes on each segment, so that both
+    copies are cut alike."""
     turn = stripe_bytes * segments
     return -(-nbytes // turn) * turn
 
 
 @dataclass(frozen=True, slots=True)
 class SegmentRecord:
-    """One segment of one buffer. Sizes are bytes; file_bytes is what each copy takes of its server's capacity.
+    """One segment of one buffer. Sizes are in bytes; file_bytes is what each copy takes of its server's capacity.
 
-    Of a buffer with two copies `server` has the primary, and `backup` the other one; empty: that was lost, and
-    is perhaps being made anew. `epoch` counts the changes of these roles. A segment of a buffer with one copy has roles
-    once it may move: then it is reached through its server alone, and has a backup on the way to another one.
+    For a buffer with two copies, `server` has the primary and `backup` has the other copy. `backup` is empty while that
+    copy is lost or being made anew. `epoch` counts the changes of these roles. A segment of a buffer with one copy gets
+    roles once it may move: from then on clients reach it through its server alone. While it moves, it has a backup.
     """
 
     id: int
@@ -44,19 +45,19 @@ class SegmentRecord:
     nbytes: int
     file_bytes: int
     backup: str = ""
-    epoch: int = 0  # 0: the buffer's, and it has no roles
-    copying_to: str = ""  # the server that is to be the backup, while `server` copies the segment to it
-    group: int = 0  # of the segments that move together: the first one's id; 0: it moves alone
+    epoch: int = 0  # 0: the segment has no roles, and the buffer's epoch applies
+    copying_to: str = ""  # the server that will be the backup, while `server` copies the segment to it
+    group: int = 0  # the bundle: the id of its first segment; 0: the segment moves alone
     made: int = 0  # the epoch in which the copy on `server` was made: a file with an earlier role is not that copy
-    backup_made: int = 0  # likewise; 0: with the segment, or by a version that did not keep it
+    backup_made: int = 0  # the same for the backup; 0: made with the segment, or by a version that did not store it
 
 
 @dataclass(frozen=True, slots=True)
 class BufferRecord:
-    """A named array and where it lies. Until `ready`, its segments are being made and nobody sees it.
+    """A named array and where it lies. Until `ready`, its segments are being made and clients do not see it.
 
-    A lock or a barrier is one too, and stays where it is. With several versions the segments hold copies side by
-    side; nbytes is one's.
+    Locks and barriers are records too; they stay on their server. With several versions, the segments hold the version
+    slots side by side, and nbytes is the size of one version.
     """
 
     name: str
@@ -70,32 +71,32 @@ class BufferRecord:
     segments: tuple[SegmentRecord, ...]
     created_at: float  # seconds since 1970
     ready: bool
-    kind: Kind = Kind.BUFFER  # from here on the defaults are those of records that were stored without it
+    kind: Kind = Kind.BUFFER  # fields from here on were added later: the defaults are for records stored without them
     versions: int = 1
     wire: str = "exact"
-    metadata: bytes = b""  # a JSON object, checked, and packed; empty: {}
-    attempt_id: int = 0  # of the creation, where it may be asked for again
+    metadata: bytes = b""  # a checked JSON object, packed; empty means {}
+    attempt_id: int = 0  # identifies a creation that a client may repeat; 0: it is not repeated
     replicas: int = 1
-    mirror_of: int = 0  # the id of the published buffer; 0: it is no mirror
+    mirror_of: int = 0  # the id of the published buffer that this one mirrors; 0: not a mirror
 
     @property
     def key(self) -> str:
-        """Its name with its kind."""
+        """The record's key: its name, with its kind unless it is a buffer."""
         return key_of(self.kind, self.name)
 
     @property
     def title(self) -> str:
-        """Its name in messages."""
+        """The record's kind and name, for messages."""
         return f'{self.kind.value} "{self.name}"'
 
     @property
     def copy_stride_bytes(self) -> int:
-        """From the start of one copy to the start of the next; 0 if there is one copy."""
+        """Bytes from the start of one version slot to the start of the next; 0 if the buffer has one version."""
         return copy_stride_bytes(self.nbytes, self.stripe_bytes, len(self.segments)) if self.versions > 1 else 0
 
     @property
     def copies(self) -> tuple[SegmentRecord, ...]:
-        """Every copy of every segment, each with the server that has it."""
+        """Each copy of each segment, each as a record whose `server` is the server of that copy."""
         others = (
             replace(segment, server=other)
             for segment in self.segments
@@ -106,23 +107,24 @@ class BufferRecord:
 
     @property
     def movable(self) -> bool:
-        """Whether some segment of it may move from server to server."""
+        """Whether some segment may move from server to server."""
         return self.replicas > 1 or any(segment.epoch for segment in self.segments)
 
     @property
     def moves_alone(self) -> bool:
-        """Whether it has one copy, and can leave a server. Locks and barriers go once nobody uses them; mirrors end."""
+        """Whether the buffer has one copy and can leave a server. Locks and barriers are freed when idle instead, and
+        mirrors are ended."""
         return self.replicas == 1 and self.kind is Kind.BUFFER and self.ready and not self.mirror_of
 
     @property
     def degraded(self) -> bool:
-        """Whether some segment of it has fewer copies than were asked for."""
+        """Whether some segment has fewer copies than the buffer was created with."""
         return self.replicas > 1 and not all(segment.backup for segment in self.segments)
 
     def to_json(self) -> str:
         """Return the text that `from_json` reads."""
         fields = asdict(self)
-        if not self.attempt_id:  # as coordinators wrote it that know of none
+        if not self.attempt_id:  # leave out new fields at their defaults, so that the text stays as before they existed
             del fields["attempt_id"]
         for segment in fields["segments"]:
             if not segment["copying_to"]:
@@ -147,14 +149,14 @@ class BufferRecord:
         fields["shape"] = tuple(fields["shape"])
         fields["segments"] = tuple(SegmentRecord(**segment) for segment in fields["segments"])
         fields["kind"] = Kind(fields.get("kind", Kind.BUFFER))
-        stored = fields.get("metadata", "")  # a text as it stands, from a coordinator that did not pack them
+        stored = fields.get("metadata", "")  # earlier versions stored the text without packing it
         fields["metadata"] = pack(stored) if stored.startswith("{") else b64decode(stored)
         return BufferRecord(**fields)
 
 
 @dataclass(frozen=True, slots=True)
 class ServerRecord:
-    """A memory server as it last registered. It is found again, on another port or host, by its name."""
+    """A memory server as it last registered. It is recognized by its name, also on another port or host."""
 
     name: str
     instance_id: int
@@ -165,15 +167,15 @@ class ServerRecord:
     capacity_bytes: int
     used_bytes: int
     last_seen_at: float  # seconds since 1970
-    weight: float = 1.0  # how much of the traffic it should take, beside others'; records of before have none
+    weight: float = 1.0  # its share of the traffic relative to other servers; older records have none
     data_tls: bool = False  # its data address speaks TLS
     zone: str = ""
-    draining: bool = False  # it gets no new segments, and its copies go elsewhere
+    draining: bool = False  # the server gets no new segments, and its copies move to others
 
     def to_json(self) -> str:
         """Return the text that `from_json` reads."""
         fields = asdict(self)
-        if not self.zone:  # as coordinators wrote it that know of none
+        if not self.zone:  # leave out the default, as versions without zones wrote it
             del fields["zone"]
         if not self.draining:
             del fields["draining"]
@@ -190,12 +192,12 @@ UNKNOWN_EPOCH = -1
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A segment as a server says that it holds it. `nbytes`: of its capacity, beside what records account for."""
+    """A segment as its server reports it. `nbytes`: the part of the server's capacity beyond what the records count."""
 
-    epoch: int  # of its last role; of one without a role, in which it was made; UNKNOWN_EPOCH by a server of before
-    whole: bool = True  # known to be
-    begun: bool = False  # known not to be: a copy that is being made, or was to be
-    primary: bool = False  # this run is its primary
+    epoch: int  # of its last role, or the epoch in which it was made; UNKNOWN_EPOCH from servers of older versions
+    whole: bool = True  # the copy is known to be complete
+    begun: bool = False  # the copy is known to be incomplete: it is being made, or was about to be
+    primary: bool = False  # this run of the server is the segment's primary
     backup: bool = False
     quarantined: bool = False
     nbytes: int = 0
@@ -203,8 +205,8 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class SessionRecord:
-    """A client's session. `ended` is its number among those that have ended, 0 while it lives; of those no more
-    is kept. `owner` is the key of the certificate that it was opened with, empty if there is none.
+    """A client's session. `ended` is its number among the ended sessions, and 0 while it lives; only the number is kept
+    of an ended session. `owner` is the key of the certificate that opened it, empty without one.
     """
 
     id: int

@@ -1,8 +1,9 @@
-"""The buffers that a memory server's relay may reach, in a cluster with credentials: from the state alone.
+"""Which buffers a memory server's relay may reach in a cluster with credentials. Pure: it reads the state alone.
 
-A relay shows its server's certificate. Of a server that has no mirrors that opens nothing. Of one that has it opens
-what these are made from, for reading: their source, the source's other mirrors, and the words that say what has arrived
-there. For writing it opens its own mirrors, and their words, which it also makes. Nothing else, by any name.
+A relay shows the certificate of its server. On a server without mirrors, the certificate opens no buffer. On a server
+with mirrors, the relay may read what the mirrors are made from: the source buffer, the source's other mirrors, and the
+`.arrived` buffers beside these, which say what has arrived. It may write to its own mirrors and to their `.arrived`
+buffers, which it also creates. No other buffer is open to it.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ _WORDS_SHAPE, _WORDS_DTYPE = (18,), "int64"  # smb/relay/arrived.py
 
 
 def check_open(state: State, server: str, name: str) -> bool:
-    """Return whether that server's relay may also write to a buffer. Raises PermissionDeniedError if it may not even
-    read it, whether there is one of that name or not."""
+    """Return whether that server's relay may also write to the buffer. Raises PermissionDeniedError if the relay may
+    not even read it, whether or not a buffer of that name exists."""
     base, own = name.removesuffix(ARRIVED), tuple(_mirrors_on(state, server))
     if any(base == mirror.name for mirror, _ in own):
         return True
@@ -29,7 +30,7 @@ def check_open(state: State, server: str, name: str) -> bool:
 
 
 def check_create(state: State, server: str, request: pb.CreateBufferRequest) -> None:
-    """Raise PermissionDeniedError unless it is to make the words beside one of its mirrors, on itself."""
+    """Raise PermissionDeniedError unless the request makes the `.arrived` buffer of one of its mirrors, on itself."""
     beside = any(request.name == mirror.name + ARRIVED for mirror, _ in _mirrors_on(state, server))
     words = pb.CreateBufferRequest(
         name=request.name, shape=_WORDS_SHAPE, dtype=_WORDS_DTYPE, server_names=[server], exist_ok=True, versions=1,
@@ -43,8 +44,8 @@ def check_create(state: State, server: str, request: pb.CreateBufferRequest) -> 
 
 
 def check_delete(state: State, server: str, name: str) -> None:
-    """Raise PermissionDeniedError unless these are words on itself, whose mirror was deleted when they were made. It
-    could ruin them anyway: they lie there."""
+    """Raise PermissionDeniedError unless the name is an `.arrived` buffer on this server whose mirror was deleted while
+    the buffer was made. The server could destroy that buffer anyway, since its memory is there."""
     words = state.buffers.get(name)
     if (
         words is None
@@ -57,7 +58,7 @@ def check_delete(state: State, server: str, name: str) -> None:
 
 
 def _mirrors_on(state: State, server: str) -> Iterator[tuple[BufferRecord, BufferRecord]]:
-    """Yield each mirror on that server, and its source."""
+    """Yield each mirror on that server, with its source."""
     for record in state.buffers.values():
         if record.mirror_of and record.ready and record.segments[0].server == server:
             source = state.source(record)
@@ -67,6 +68,6 @@ def _mirrors_on(state: State, server: str) -> Iterator[tuple[BufferRecord, Buffe
 
 def _refusal(server: str, what: str) -> PermissionDeniedError:
     return PermissionDeniedError(
-        f'memory server "{server}" may not {what}: it opens its own mirrors, their source and its other mirrors, and '
-        f"nothing else"
+        f'memory server "{server}" may not {what}: a relay may open only the mirrors on its server, their source and '
+        f"the source's other mirrors"
     )

@@ -1,9 +1,9 @@
-"""The servers of a segment's copies, and their roles: docs/decisions/0025. Pure.
+"""The servers of a segment's copies and their roles: docs/decisions/0025. Pure.
 
-Invariant: a segment's server and its backup, if it has one, both have every change that was acknowledged. So either of
-them may go on alone, and one that goes on alone has no backup in the record. A server that a segment is being copied to
-never goes on alone. It becomes the backup once the primary has said that it has all. From then on no answer leaves
-before it has the change too. Roles change here alone; each change counts the segment's epoch up.
+Invariant: a segment's server and its backup, if it has one, both have each acknowledged change. So either may go on
+alone, and while one goes on alone the record has no backup. A server to which a segment is being copied never goes on
+alone. It becomes the backup once the primary has reported that it has everything. From then on no answer is sent before
+the backup has the change too. Roles change only in this file, and each change increments the segment's epoch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Alive = Callable[[str], bool]
 
 
 class CopyRole(IntEnum):
-    """A server's role for a segment; csrc/smb/server.h has the numbers."""
+    """A server's role for a segment; the numbers are those in csrc/smb/server.h."""
 
     PRIMARY = 1
     BACKUP = 2
@@ -26,13 +26,13 @@ class CopyRole(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """A server's part in one segment. `peer` has the other copy; empty: there is none."""
+    """A server's part in one segment. `peer` is the server of the other copy; empty: there is no other copy."""
 
     segment_id: int
     epoch: int
     role: CopyRole
     peer: str
-    copying: bool = False  # the backup is being made
+    copying: bool = False  # the backup's copy is being made
 
 
 def copies_on(record: BufferRecord, server: str) -> list[Copy]:
@@ -51,8 +51,8 @@ def copies_on(record: BufferRecord, server: str) -> list[Copy]:
 
 
 def fail_over(record: BufferRecord, alive: Alive, heard: Alive) -> BufferRecord:
-    """Return the record without the copies on servers that are gone. If both are gone, all stays as it is, and so it
-    does while the other one has not been `heard` of: its memory may be gone as well.
+    """Return the record without the copies on dead servers. If both copies' servers are dead, nothing changes. Nothing
+    changes either while the survivor has not been `heard` of, since its memory may be gone as well.
     """
 
     def judge(segment: SegmentRecord) -> SegmentRecord:
@@ -71,7 +71,7 @@ def come_back(
     record: BufferRecord, server: str, missing: Collection[int], heard: Alive, *, restarted: bool
 ) -> BufferRecord:
     """Return the record after a server came back without the segments that are `missing`. A primary that was restarted
-    has forgotten what it had not forwarded.
+    has forgotten changes that it had not forwarded.
     """
 
     def judge(segment: SegmentRecord) -> SegmentRecord:
@@ -82,7 +82,8 @@ def come_back(
         if segment.server == server and segment.id in missing:
             return _promoted(segment)
         if segment.server == server and restarted:
-            # With one copy to be kept the other one is on its way: its server's lease may run while that is lost.
+            # A segment that keeps one copy is moving, and the new copy's server may have a lease though it lost its
+            # memory.
             keeps = record.replicas == 1 or not heard(segment.backup)
             return _without_backup(segment) if keeps else _promoted(segment)
         if segment.backup == server and segment.id in missing:
@@ -93,7 +94,7 @@ def come_back(
 
 
 def lose_backups(record: BufferRecord, segment_ids: Collection[int]) -> BufferRecord:
-    """Return the record with the primaries of these segments alone."""
+    """Return the record with these segments' primaries alone, without backups."""
 
     def judge(segment: SegmentRecord) -> SegmentRecord:
         lost = segment.id in segment_ids and (segment.backup or segment.copying_to)
@@ -103,7 +104,7 @@ def lose_backups(record: BufferRecord, segment_ids: Collection[int]) -> BufferRe
 
 
 def stays_on(segment: SegmentRecord, leaving: str) -> str:
-    """Return the server that goes on with a segment whose copy on `leaving` goes; empty: that is not one of two."""
+    """Return the server that keeps a segment when its copy on `leaving` goes; empty if `leaving` has no copy."""
     pair = (segment.server, segment.backup)
     if segment.copying_to or not segment.backup or leaving not in pair:
         return ""
@@ -111,8 +112,8 @@ def stays_on(segment: SegmentRecord, leaving: str) -> str:
 
 
 def begin_copy(record: BufferRecord, segment_id: int, target: str, epoch: int, leaving: str = "") -> BufferRecord:
-    """Return the record with the segment being copied to `target` from that epoch on, if that may begin: in place of a
-    copy that is lost, or of the one on `leaving`, whose primary has yielded.
+    """Return the record with the segment being copied to `target` from that epoch on, if that may begin. The copy
+    replaces a lost one, or the one on `leaving`, whose primary has yielded.
     """
 
     def judge(segment: SegmentRecord) -> SegmentRecord:
@@ -128,8 +129,8 @@ def begin_copy(record: BufferRecord, segment_id: int, target: str, epoch: int, l
 
 
 def let_move(record: BufferRecord, segment_id: int) -> BufferRecord:
-    """Return the record with a segment of one copy that may move, or get a second copy: it has roles from here on. Of
-    two copies a lock or barrier has one at first, where there was one server.
+    """Return the record with roles for a segment of one copy, which may then move or get a second copy. A lock with
+    two replicas begins with one copy if there was only one server.
     """
     segments = tuple(
         replace(segment, epoch=record.epoch + 1) if segment.id == segment_id and not segment.epoch else segment
@@ -140,7 +141,7 @@ def let_move(record: BufferRecord, segment_id: int) -> BufferRecord:
 
 def drop_copy(record: BufferRecord, segment_id: int, leaving: str, epoch: int) -> BufferRecord:
     """Return the record of a buffer with one copy without the copy on `leaving`, from that epoch on: the segment has
-    moved. If `leaving` has the primary, that has yielded.
+    moved. If the primary is on `leaving`, it has yielded.
     """
 
     def judge(segment: SegmentRecord) -> SegmentRecord:
@@ -153,8 +154,8 @@ def drop_copy(record: BufferRecord, segment_id: int, leaving: str, epoch: int) -
 
 
 def end_copies(record: BufferRecord, server: str, epochs: Mapping[int, int], *, whole: bool) -> BufferRecord:
-    """Return the record after `server` has said of these copies, by segment, that they are whole or given up. A word of
-    another epoch says nothing.
+    """Return the record after `server` reported that these copies, by segment, are whole or were given up. A report
+    about another epoch is ignored.
     """
 
     def judge(segment: SegmentRecord) -> SegmentRecord:
@@ -177,7 +178,7 @@ def _without_backup(segment: SegmentRecord) -> SegmentRecord:
 
 
 def _alone(segment: SegmentRecord, server: str, epoch: int) -> SegmentRecord:
-    """Return the segment with the copy on one of its two servers, from that epoch on."""
+    """Return the segment with only the copy on one of its two servers, from that epoch on."""
     made = segment.made if server == segment.server else segment.backup_made
     return replace(segment, server=server, made=made, backup="", backup_made=0, epoch=epoch)
 

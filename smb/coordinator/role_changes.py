@@ -1,4 +1,4 @@
-"""Changes of who has the primary of a segment: what servers report is checked and stored, and they are told at once."""
+"""Changes of segments' roles: checks and stores what servers report, and tells the servers at once."""
 
 from __future__ import annotations
 
@@ -29,24 +29,24 @@ from smb.errors import Error
 from smb.rpc import control_pb2 as pb
 
 _log = logging.getLogger("coordinator")
-# Two live servers that have not reached each other for so long go on as one: the one that has the primary.
+# After two live servers have not reached each other for this long, the primary goes on alone.
 _BROKEN_MAX_MS = 3000
 
 
 class RoleChanges:
-    """In the coordinator's loop alone."""
+    """Used in the coordinator's loop only."""
 
     def __init__(self, commit_log: CommitLog, servers: MemoryServers, endings: SessionEndNotifier) -> None:
         self._commit_log = commit_log
         self._servers = servers
         self._session_ends = endings
-        self._silent_since: dict[str, tuple[int, float]] = {}  # by server: the run, and when it did not answer first
-        self.on_copies: Callable[[], None] = lambda: None  # copies have ended, or are wanted
-        self.on_apart: Callable[[str, Collection[str]], None] = lambda *_: None  # a server did not reach these
+        self._silent_since: dict[str, tuple[int, float]] = {}  # by server: its run, and when it first did not answer
+        self.on_copies: Callable[[], None] = lambda: None  # copies have ended or are wanted
+        self.on_apart: Callable[[str, Collection[str]], None] = lambda *_: None  # a server did not reach others
 
     async def look_after(self, server: str, broken: Iterable[pb.BrokenPair]) -> None:
         """Check the servers that this one cannot reach. If such a server is dead, the survivors go on alone before this
-        returns."""
+        method returns."""
         for_ms = {pair.segment_id: pair.for_ms for pair in broken}
         copies = [copy for copy in self._commit_log.state.copies(server) if copy.segment_id in for_ms and copy.peer]
         peers = sorted({copy.peer for copy in copies})
@@ -65,8 +65,8 @@ class RoleChanges:
         }
         if apart:
             self.on_apart(server, apart)
-        # All that the two have of each other, at once: of a segment that nobody changes now nobody would know it yet,
-        # and who changes it next would wait as long again.
+        # Part all segments that the two servers share at once. Otherwise an idle segment would be noticed only at its
+        # next change, which would have to wait as long again.
         for other in sorted(apart):
             await self._part(server, other, self._primaries(server, other))
             theirs = await self._confirmed(other, self._primaries(other, server))
@@ -74,15 +74,15 @@ class RoleChanges:
             await self.tell_roles(theirs, (other,))
 
     async def end_if_dead(self, server: ServerRecord) -> bool:
-        """Take note that this run of a server is dead, if it is. A run of a version that does not name itself is taken
-        for alive as long as somebody answers at its address.
+        """Record that this run of a server is dead, if it is. A run of a version that does not name itself counts as
+        alive as long as its address answers.
         """
         return await self.look(server) is RunLiveness.DEAD
 
     async def look(self, server: ServerRecord) -> RunLiveness:
-        """Look at this run of a server now. If it is dead, its lease has ended before this returns.
+        """Look at this run of a server now. If it is dead, its lease has ended before this method returns.
 
-        One that this coordinator does not reach counts as alive once it has renewed since that was seen first.
+        A run that this coordinator cannot reach counts as alive once it has renewed after the first failed look.
         """
         run = (await self._servers.look(server)).run
         if run is RunLiveness.DEAD:
@@ -99,8 +99,8 @@ class RoleChanges:
         return RunLiveness.ALIVE if renewed else RunLiveness.MUTE
 
     async def silent_survivors(self) -> frozenset[str]:
-        """Look at the servers that are to go on alone, as those of the other copies are gone; return those of which
-        nobody can tell now whether they live. They wait for the end of their lease, or for its renewal.
+        """Look at the servers that are to go on alone because the other copies' servers are gone. Return those that do
+        not answer, so that nobody can tell whether they live. These wait for the end of their lease or for a renewal.
         """
         state, now = self._commit_log.state, self._commit_log.now()
         names = sorted(survivors(state, now))
@@ -108,8 +108,8 @@ class RoleChanges:
         return frozenset(name for name, run in zip(names, runs, strict=True) if run is RunLiveness.MUTE)
 
     async def look_at_holders(self, segment_ids: Collection[int]) -> frozenset[str]:
-        """Look at the servers that the records name for these segments, before others are told to drop theirs. Return
-        those that do not answer.
+        """Look at the servers of these segments' copies in the records, before others are told to drop theirs. Return
+        the servers that do not answer.
         """
         state, now = self._commit_log.state, self._commit_log.now()
         where = state.where() if segment_ids else {}
@@ -121,10 +121,11 @@ class RoleChanges:
         return frozenset(server.name for server, run in zip(alive, runs, strict=True) if run is RunLiveness.MUTE)
 
     async def mark_contested(self) -> None:
-        """Have all who hold a segment mark it as quarantined, if some server has a newer copy than the records know.
+        """If some server has a newer copy of a segment than the records know, have all its holders mark it as
+        quarantined.
 
-        None of its copies goes then, no matter which server dies before the records follow. A mark ends with the role
-        that its server gets. Raises UnavailableError if one of them does not answer.
+        Then no copy of it is dropped, whichever server dies before the records follow. A mark ends with the role that
+        its server gets. Raises UnavailableError if a holder does not answer.
         """
         state, now = self._commit_log.state, self._commit_log.now()
         contested, where = state.contested(), state.where()
@@ -141,7 +142,7 @@ class RoleChanges:
         await asyncio.gather(*calls)
 
     async def end_quarantine(self, committed: Committed) -> None:
-        """Tell servers what they need not mark any more. A server that is not reached keeps its marks."""
+        """Tell servers which marks to remove. A server that cannot be reached keeps its marks."""
         for effect in committed.effects:
             server = committed.state.servers.get(effect.server) if isinstance(effect, EndQuarantine) else None
             if isinstance(effect, EndQuarantine) and server is not None:
@@ -149,13 +150,13 @@ class RoleChanges:
                     await self._servers.take_roles(server, (), (), effect.segment_ids)
 
     def _primaries(self, server: str, peer: str) -> frozenset[int]:
-        """Return the segments whose primaries are at a server and whose other copies are at a peer."""
+        """Return the segments whose primaries are at `server` and whose backups are at `peer`."""
         copies = self._commit_log.state.copies(server)
         return frozenset(copy.segment_id for copy in copies if copy.role is CopyRole.PRIMARY and copy.peer == peer)
 
     async def _confirmed(self, server: str, segment_ids: frozenset[int]) -> frozenset[int]:
-        """Return those of which the server itself says, now and in the run that is registered, that it has them whole.
-        It goes on alone with no others: an empty one that took its name must not.
+        """Return the segments that the server itself, in its registered run, now confirms to have whole. It goes on
+        alone only with these, because an empty server that took its name must not.
         """
         state = self._commit_log.state
         if not segment_ids or not state.heard(server, self._commit_log.now()):
@@ -166,13 +167,13 @@ class RoleChanges:
         return frozenset(number for number, held in look.held.items() if held.whole and held.primary)
 
     async def _part(self, server: str, peer: str, segment_ids: frozenset[int]) -> None:
-        """Let a server go on alone with these segments, whose other copies are at a peer."""
+        """Let a server go on alone with these segments, whose backups are at `peer`."""
         ids = segment_ids & self._primaries(server, peer)
         if ids:
             await self.commit_all(BackupsLost(server, ids, self._commit_log.changes_max))
 
     async def end_copies(self, server: str, epochs: dict[int, int], *, whole: bool) -> None:
-        """Take what a primary says of copies. The same answer tells it its roles; the new backup is told at once."""
+        """Store a primary's report of copies. The answer tells the primary its roles; a new backup is told at once."""
         asked = self._commit_log.state.copies(server)
         targets = {copy.segment_id: copy.peer for copy in asked if copy.copying and copy.segment_id in epochs}
         if not whole:
@@ -183,8 +184,8 @@ class RoleChanges:
         self.on_copies()
 
     async def tell_roles(self, segment_ids: Collection[int], names: Iterable[str]) -> None:
-        """Tell servers at once what they are to these segments, and to what moves together with them. A server that
-        does not answer hears of it when it renews.
+        """Tell servers at once their roles for these segments and the rest of their bundles. A server that does not
+        answer hears of them when it renews.
         """
         state = self._commit_log.state
         together = Bundles(state.buffers.values()).named_by(segment_ids)
@@ -202,7 +203,7 @@ class RoleChanges:
             _log.info("%s; it will hear of its roles when it renews", error)
 
     async def commit_all(self, event: ServerReturned | BackupsLost | CopiesEnded | Ticked) -> None:
-        """Commit it until it changes no record of a buffer any more: each time it changes a bounded number."""
+        """Commit the event until it changes no buffer's record any more, since one event changes a bounded number."""
         while True:
             committed = await self._commit_log.commit(event)
             self._session_ends.tell(committed)

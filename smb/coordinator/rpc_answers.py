@@ -1,4 +1,4 @@
-"""Around every call: its request is within bounds, smb.errors become gRPC codes, each answer is counted and timed."""
+"""Wraps each call: checks the request's bounds, turns smb.errors into gRPC codes, counts and times the answers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from smb.rpc.peers import PATIENCE
 
 _log = logging.getLogger("coordinator")
 
-# As control.proto's head says. The first that fits; subclasses come before smb.Error itself.
+# The pairs in control.proto's head. The first pair that fits counts, so subclasses come before smb.Error itself.
 CODES: tuple[tuple[type[Exception], grpc.StatusCode], ...] = (
     (errors.NotFoundError, grpc.StatusCode.NOT_FOUND),
     (errors.AlreadyExistsError, grpc.StatusCode.ALREADY_EXISTS),
@@ -44,10 +44,10 @@ def code_of(error: errors.Error) -> grpc.StatusCode:
 
 
 class Answers(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
-    """Wraps every unary call of the service."""
+    """Wraps each unary call of the service."""
 
     def __init__(self, answered: Callable[[str, grpc.StatusCode, float], None], front: Front) -> None:
-        """`answered` is called after each: method, code, seconds. `front` knows whether we may answer at all."""
+        """`answered` is called after each call: method, code, seconds. `front` knows whether this coordinator leads."""
         self._answered = answered
         self._front = front
 
@@ -56,7 +56,7 @@ class Answers(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Handler:
-        """Return the method's handler, wrapped. An unknown method has none and is gRPC's to refuse."""
+        """Return the method's handler, wrapped. An unknown method has no handler, and gRPC refuses it."""
         handler = await continuation(handler_call_details)
         if handler is None or handler.unary_unary is None:
             return handler
@@ -82,7 +82,7 @@ class Answers(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
                 self._front.check(method, errors.UNKNOWN)
                 return reply
             except errors.Error as error:
-                # A deposed leader's answer may be out of date: it answers that it does not lead.
+                # A deposed leader's answer may be out of date, so the caller hears that this one does not lead.
                 if not isinstance(error, DeposedError) and method != ASKED_OF_ALL and not self._front.leads:
                     error = self._front.refusal(error.outcome)
                 code, text, outcome = code_of(error), str(error), error.outcome
@@ -90,13 +90,13 @@ class Answers(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
             except asyncio.CancelledError:
                 code = grpc.StatusCode.CANCELLED
                 raise
-            except Exception:  # noqa: BLE001 - a fault of ours: the client learns that, the log gets the rest
+            except Exception:  # noqa: BLE001 - a bug of ours: the client hears that, and the log gets the traceback
                 _log.exception("%s failed", method)
                 code, text = grpc.StatusCode.INTERNAL, f"{method} failed inside the coordinator; see its log"
             finally:
                 self._answered(method, code, time.perf_counter() - begun)
-            # gRPC's context keeps the error that abort raises, whose traceback has this frame and so the context: the
-            # cycle lives until Python looks for cycles, and must not keep a large request.
+            # gRPC's context keeps the error that abort raises, whose traceback has this frame and so the context. This
+            # cycle lives until the garbage collector runs, and must not keep a large request.
             del request
             trailers = ((ANSWERED, "1"), (OUTCOME, outcome), *(((STANDBY, str(self._front.term)),) if standby else ()))
             await context.abort(code, text, trailing_metadata=trailers)

@@ -1,7 +1,7 @@
-"""Makes the segments of new buffers at memory servers, and has dropped ones removed there.
+"""Has memory servers make the segments of new buffers, and drop segments.
 
-A creation is a task of its own: once begun it ends with a whole buffer or with nothing, also if the client that asked
-for it goes away in the middle.
+A creation is a task of its own: once begun it ends with a whole buffer or with nothing, even if the client that asked
+for it goes away meanwhile.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from smb.errors import Error, OutOfMemoryError, UnavailableError
 
 _log = logging.getLogger("coordinator")
 OTHERS_CREATION_S = 30.0  # how long a create with exist_ok waits for another client's creation of the same name
-_MOVING_PAUSE_S = 0.1  # until what is to move together with what is moving is tried again
-_LOST_COPY_S = 2.0  # and for so long it lets a lost copy be made first, that can be: the copy maker begins it by then
+_MOVING_PAUSE_S = 0.1  # between tries to create a buffer in a bundle that is moving
+_LOST_COPY_S = 2.0  # wait for a lost copy of the bundle; by then the copy maker has begun it
 _FINISH_S = 5.0
 
 
 class _MuteServersError(UnavailableError):
-    """Servers that count as alive did not make their segments."""
+    """Servers that count as alive did not answer when they were asked to make segments."""
 
     def __init__(self, text: str, servers: frozenset[str]) -> None:
         super().__init__(text)
@@ -48,22 +48,22 @@ class _MuteServersError(UnavailableError):
 
 
 class SegmentMaker:
-    """In the coordinator's loop alone."""
+    """Used in the coordinator's loop only."""
 
     def __init__(self, commit_log: CommitLog, servers: MemoryServers, new_id: Callable[[], int] = new_id) -> None:
-        """`new_id`: returns a random id, of a segment or a buffer."""
+        """`new_id` returns a random id for a segment or a buffer."""
         self._new_id = new_id
         self._commit_log = commit_log
         self._servers = servers
         self._creations: set[asyncio.Task[BufferRecord]] = set()
 
     async def finish(self) -> None:
-        """Wait a while for the creations that are under way. One that takes longer is taken back by the next start."""
+        """Wait a while for the creations in progress. The next start rolls back those that take longer."""
         if self._creations:
             await asyncio.wait(self._creations, timeout=_FINISH_S)
 
     def create(self, creation: Creation, patience_s: float) -> asyncio.Task[BufferRecord]:
-        """Begin to make a buffer. `patience_s`: for so long it waits while what it is to move together with moves."""
+        """Begin to make a buffer. `patience_s`: how long to wait while the bundle that it joins is moving."""
         task = asyncio.create_task(self._create(creation, patience_s))
         self._creations.add(task)
         task.add_done_callback(self._forget_creation)
@@ -84,14 +84,14 @@ class SegmentMaker:
 
     async def _create_now(self, creation: Creation, *, waits: bool) -> BufferRecord:
         deadline = self._now() + OTHERS_CREATION_S
-        # Of the first attempt. The error itself would keep this frame, and the request.
+        # These are of the first attempt. Keeping the error itself would keep this frame, and with it the request.
         mute: frozenset[str] = frozenset()
         said = ""
         while True:
             try:
                 committed = await self._commit_log.commit(BufferWanted(creation, self._new_id, mute, waits))
             except (UnavailableError, OutOfMemoryError):
-                if mute:  # the others do not do: that these did not answer is the cause
+                if mute:  # no other server can take the buffer, so report the servers that did not answer
                     raise _MuteServersError(said, mute) from None
                 raise
             wanted = next((effect.record for effect in committed.effects if isinstance(effect, MakeSegments)), None)
@@ -103,18 +103,19 @@ class SegmentMaker:
                     if mute or creation.like or creation.server_names or creation.mirror_of:
                         raise
                     mute, said = error.servers, str(error)
-                    continue  # another client may have made one of that name meanwhile
+                    continue  # look again: another client may have created a buffer of that name meanwhile
             decided = made_before(committed.state, creation) or committed.state.buffers[creation.key]
-            # As it is now: what got ready meanwhile wakes nobody any more.
+            # Look at the current record: a record that became ready meanwhile no longer wakes a wait.
             record = self._commit_log.state.buffers.get(decided.key)
             if record is None or record.id != decided.id:
                 continue
             if record.ready:
                 return record
-            # Another client is at it, or an attempt before this one: what becomes of it decides.
+            # Another client, or an earlier attempt of this one, is creating it: wait for the result.
             if not await self._commit_log.wait(record.key, deadline - self._now()):
                 raise UnavailableError(
-                    f"{creation.asked}: another client is at it, and it does not get ready; try again"
+                    f"{creation.asked}: another client is creating it and has not finished within "
+                    f"{OTHERS_CREATION_S:.0f} s; try again"
                 )
 
     async def _make(self, committed: Committed, record: BufferRecord, asked: str) -> BufferRecord:
@@ -129,8 +130,8 @@ class SegmentMaker:
                 failed = await self._commit_log.commit(BufferFailed(record.key, record.copies))
                 failpoint("coordinator.create.taken_back")
                 await self.drop(failed)
-            except Error as error:  # the reason why it was not made is what the caller hears
-                _log.warning("%s: what was made of it is taken back by the next coordinator: %s", asked, error)
+            except Error as error:  # the caller hears the original reason instead
+                _log.warning("%s: the failed creation is rolled back at the coordinator's next start: %s", asked, error)
             raise
         failpoint("coordinator.create.ready_stored")
         return made
@@ -141,7 +142,7 @@ class SegmentMaker:
             self._make_segment(committed.state, server, record, segment)
             for server, segment in zip(servers, record.copies, strict=True)
         )
-        # All answers are awaited, also after a failure: a drop must not overtake the segment's creation.
+        # Wait for all answers even after a failure: a drop must not overtake the segment's creation.
         answers = await asyncio.gather(*calls, return_exceptions=True)
         for server, answer in zip(servers, answers, strict=True):
             if isinstance(answer, int):
@@ -153,8 +154,8 @@ class SegmentMaker:
             if isinstance(answer, UnavailableError):
                 left_s = self._alive_for(mute)
                 raise _MuteServersError(
-                    f"{asked}: {answer}; nothing was created. It counts as alive for {left_s:.0f} s more, unless it is "
-                    f"heard of: try again then, or name other servers",
+                    f"{asked}: {answer}; nothing was created. That server counts as alive for {left_s:.0f} s more, "
+                    f"unless it renews: try again then, or name other servers",
                     mute,
                 ) from answer
             if isinstance(answer, Error):
@@ -182,11 +183,11 @@ class SegmentMaker:
         return used_bytes
 
     async def drop(self, committed: Committed) -> None:
-        """Have the servers drop what this event left without a name. A server that misses it registers again."""
+        """Have the servers drop the segments that this event removed. A server that misses it must register again."""
         drops = [effect for effect in committed.effects if isinstance(effect, DropSegments)]
         each = [(segment, effect) for effect in drops for segment in effect.segments]
-        # Of those that move together the primary's first: it sees to it that the backup has what names them. If that
-        # server could not be told, the backup hears of it when it registers again.
+        # In a bundle the primary's segment comes first, because the primary makes sure that the backup has what the
+        # segment names. A backup whose primary could not be told hears of it when it registers again.
         first: list[tuple[SegmentRecord, DropSegments]] = []
         later: list[tuple[SegmentRecord, DropSegments]] = []
         for segment, effect in each:
@@ -197,9 +198,9 @@ class SegmentMaker:
         await asyncio.gather(*(self._drop_segment(committed, *one) for one in later if one[0].id not in missed))
 
     async def _drop_segment(self, committed: Committed, segment: SegmentRecord, effect: DropSegments) -> bool:
-        """Return whether the server has dropped it."""
+        """Return whether the server dropped the segment."""
         server = committed.state.servers.get(segment.server)
-        # A server without a lease must register before anything else, and hears of it then.
+        # A server without a lease must register first, and hears of it then.
         if server is None or not committed.state.alive(server.name, self._commit_log.now()):
             return False
         try:
@@ -208,13 +209,13 @@ class SegmentMaker:
             counted = ServerCounted(server.name, server.instance_id, used_bytes, segment.id)
             await self._commit_log.commit(counted)
         except UnavailableError as error:
-            _log.warning("%s; it will be told when it registers again", error)
+            _log.warning("%s; it will be told to drop it when it registers again", error)
             await self._commit_log.commit(ServerSuspected(server.name))
             return False
         return True
 
     def _forget_creation(self, creation: asyncio.Task[BufferRecord]) -> None:
         self._creations.discard(creation)
-        # If nobody waits for the answer any more, we still take note of its failure.
+        # Mark the exception as retrieved, and note a failure of the store, even if no caller waits for the answer.
         if not creation.cancelled() and isinstance(creation.exception(), StoreError):
             _log.error("%s", creation.exception())

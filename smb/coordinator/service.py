@@ -1,4 +1,4 @@
-"""The gRPC service: each call becomes an event. Runs in one event loop."""
+"""The gRPC service: turns each call into an event. Runs in one event loop."""
 
 # gRPC calls methods by the names of the .proto, always with request and context.
 # ruff: noqa: N802, ARG002
@@ -85,8 +85,8 @@ from smb.security.roles import ANYBODY, Role, caller
 
 _log = logging.getLogger("coordinator")
 _SERVER_LEASE_MS = int(SERVER_LEASE_S * 1000)
-_LAST_WORD_S = 0.5  # before a call's deadline: so much is left for an answer that says more
-# Opens of one certificate that wait at once: as many as it may have sessions. Each takes 10 KiB.
+_LAST_WORD_S = 0.5  # the time before a call's deadline that is left for an answer with a reason
+# Opens that may wait at once under one certificate: as many as it may have sessions. Each takes 10 KiB.
 OPENS_WAITING_MAX = 32_768
 STAYS_SHOWN_MAX = 256
 
@@ -95,8 +95,8 @@ Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 
 def _name_of(client_name: str) -> str:
-    """Return what people are shown for a client: its own name, and in brackets at the end its certificate's, or its
-    role.
+    """Return the name of a client for people: the client's own name, and in brackets the name or role in its
+    certificate.
     """
     name, who = client_name or "a client without a name", caller()
     if who == ANYBODY or who.role is None:
@@ -110,21 +110,23 @@ def _mark_lost(message: pb.Buffer, lost: Collection[int]) -> None:
 
 
 def _renamed_away(name: str, outcome: CallOutcome = NOT_APPLIED) -> PermissionDeniedError:
-    return PermissionDeniedError(f'buffer "{name}" was renamed to a namespace that is not yours', outcome=outcome)
+    return PermissionDeniedError(
+        f'buffer "{name}" was renamed to a namespace that your certificate does not open', outcome=outcome
+    )
 
 
 def _check_unlimited(method: str) -> None:
-    """Raise PermissionDeniedError for a caller that may not know of all buffers."""
+    """Raise PermissionDeniedError for a caller that is limited to namespaces."""
     if caller().namespaces is not None:
         raise PermissionDeniedError(
-            f"{method}: {caller()} is limited to namespaces, and it shows all of the cluster; use a certificate of "
+            f"{method} shows the whole cluster, and {caller()} is limited to namespaces; use a certificate of "
             f"role operator"
         )
 
 
 class CoordinatorService(CoordinatorServicer):
-    """control.proto's Coordinator; its comments there are the reference. Raises smb.errors, which become gRPC codes in
-    `answers`.
+    """The service Coordinator of control.proto, whose comments are the reference. Raises smb.errors, which
+    `rpc_answers` turns into gRPC codes.
     """
 
     def __init__(
@@ -142,7 +144,7 @@ class CoordinatorService(CoordinatorServicer):
         tokens: TokenIssuer | None = None,
         outside: Outside | None = None,
     ) -> None:
-        """`tokens`: with credentials. `outside` None: this host's."""
+        """`tokens`: only with credentials. `outside`: None for the clocks and the network of this host."""
         outside = outside or Outside()
         self._new_id, self._in_thread = outside.new_id, outside.in_thread
         self._tokens = tokens
@@ -202,10 +204,10 @@ class CoordinatorService(CoordinatorServicer):
     # Memory servers
 
     async def RegisterServer(self, request: pb.RegisterServerRequest, context: Context) -> pb.RegisterServerReply:
-        """See control.proto. A run of the same name whose lease runs is asked: it keeps the name if it answers."""
+        """See control.proto. If another run of this name has a lease, it is asked, and keeps the name if it answers."""
         failpoint("coordinator.register.asked")
         event = registration_of(request)
-        # One at a time of a name: of two that find a former run dead the second one has to ask the first.
+        # Registrations of a name run one at a time: if two find a former run dead, the second has to ask the first.
         async with self._registering.setdefault(event.server.name, asyncio.Lock()):
             return await self._registered(request, event)
 
@@ -241,14 +243,14 @@ class CoordinatorService(CoordinatorServicer):
         )
 
     async def _end_rival(self, event: ServerRegistered) -> None:
-        """Find the former run of this name dead, if its lease runs still. Raises AlreadyExistsError if it lives, and
-        UnavailableError if nobody can tell: it may be asked again.
+        """Check that the former run of this name is dead, if its lease still runs. Raises AlreadyExistsError if it
+        lives, and UnavailableError if that cannot be found out now; then the server may register again.
         """
         rival = self._commit_log.state.rival(event, self._commit_log.now())
         if rival is None:
             return
         look = await self._servers.look(rival)
-        # A server of before does not say which run it is; at its own address it is the one that registers.
+        # Servers of older versions do not say which run they are. At the same address it is the one that registers.
         same_address = rival.control_address == event.server.control_address
         if look.run is RunLiveness.ALIVE or (look.run is RunLiveness.UNNAMED and not same_address):
             raise AlreadyExistsError(
@@ -257,16 +259,16 @@ class CoordinatorService(CoordinatorServicer):
             )
         if look.run is RunLiveness.MUTE:
             raise UnavailableError(
-                f'the former run of memory server "{rival.name}", at {rival.data_address}, is silent, and its lease '
-                f"runs for at most {SERVER_LEASE_S:.0f} s; this one is to register again"
+                f'the former run of memory server "{rival.name}", at {rival.data_address}, does not answer, and its '
+                f"lease runs for at most {SERVER_LEASE_S:.0f} s; it must register again"
             )
 
     async def _asked_back(self, event: ServerRegistered) -> ServerRegistered:
-        """Return the registration with what the server says of segments that only its list or only the records have.
+        """Return the registration with the server's answer about segments that only its list or only the records have.
 
-        Its list may be older than the records, as copies were made since: so nothing is missing because it is not in
-        the list. Nor is what is being made now: the server may make it after it has answered. Raises UnavailableError
-        if the server does not answer.
+        The list may be older than the records, since copies were made meanwhile: a segment counts as missing only if
+        the server says so now. Segments that are being made now do not count as missing either, because the server
+        may make them after it has answered. Raises UnavailableError if the server does not answer.
         """
         state, name = self._commit_log.state, event.server.name
         copies = [(record, copy) for record in state.buffers.values() for copy in record.copies if copy.server == name]
@@ -276,29 +278,29 @@ class CoordinatorService(CoordinatorServicer):
         known = state.servers.get(name)
         restarted = known is None or known.instance_id != event.server.instance_id
         if restarted or not here <= event.held.keys():
-            asked |= event.held.keys()  # roles may change by its return: then it says how large what it holds is
+            asked |= event.held.keys()  # roles may have changed by then, so ask for the sizes of all that it holds
         if not asked:
             return event
         look = await self._servers.look(event.server, asked)
-        if look.run is RunLiveness.UNNAMED:  # a server of before: its list is all that there is
-            # Nor does it say how large what the records do not have is: it counts in one sum.
+        if look.run is RunLiveness.UNNAMED:  # a server of an older version: its list has to do
+            # Such a server does not say how large segments beyond the records are either; they count in one sum.
             beside = max(0, event.server.used_bytes - state.allocation(name).nbytes)
             first = min(event.held.keys() - here, default=None)
             held = {number: replace(each, nbytes=beside * (number == first)) for number, each in event.held.items()}
             return replace(event, held=held, missing=frozenset(due - held.keys()))
         if look.run is not RunLiveness.ALIVE:
             raise UnavailableError(
-                f'memory server "{name}" at {event.server.control_address} cannot be asked what it holds; it is to '
-                f"register again"
+                f'memory server "{name}" at {event.server.control_address} did not answer which segments it holds; '
+                f"it must register again"
             )
         held = {**{number: each for number, each in event.held.items() if number not in asked}, **look.held}
         return replace(event, held=held, missing=frozenset(asked & due - held.keys()))
 
     async def _look_at_others(self, event: ServerRegistered) -> frozenset[str]:
-        """Look now at the servers that decide on this one's copies: a lease says what was seconds ago.
+        """Look now at the servers whose state decides what happens to this server's copies. A lease is seconds old.
 
-        Return those that do not answer. If a primary was started anew a live backup goes on. Raises UnavailableError
-        while that is not known.
+        Returns the servers that do not answer. If a primary was restarted, a live backup takes over; raises
+        UnavailableError while it is unknown whether the backup lives.
         """
         state, now, name = self._commit_log.state, self._commit_log.now(), event.server.name
         known = state.servers.get(name)
@@ -306,8 +308,8 @@ class CoordinatorService(CoordinatorServicer):
             for peer in backups_of(state, name):
                 if state.alive(peer, now) and await self._roles.look(state.servers[peer]) is RunLiveness.MUTE:
                     raise UnavailableError(
-                        f'memory server "{name}" was started anew, and "{peer}" with other copies of its segments is '
-                        f"silent; it is to register again"
+                        f'memory server "{name}" was restarted, and "{peer}", which has other copies of its segments, '
+                        f"does not answer; it must register again"
                     )
         here = {copy.id for record in state.buffers.values() for copy in record.copies if copy.server == name}
         return await self._roles.look_at_holders(event.held.keys() - here)
@@ -326,7 +328,7 @@ class CoordinatorService(CoordinatorServicer):
             self._watch.record_load(request.name, request.instance_id, request.load, self._commit_log.now())
         now = self._commit_log.now()
         self._mirrors.record(committed.state, request.name, request, now)
-        # The lease runs on, whether or not the server's news can be stored: the next renewal brings these again.
+        # The lease is renewed even if the server's news cannot be stored: the next renewal brings the news again.
         with suppress(StoreError):
             await self._take_news(request)
         state = self._commit_log.state
@@ -357,7 +359,7 @@ class CoordinatorService(CoordinatorServicer):
         return pb.LeaveServerReply()
 
     async def ListServers(self, request: pb.ListServersRequest, context: Context) -> pb.ListServersReply:
-        """See control.proto. By name."""
+        """See control.proto. Sorted by name."""
         state, now = self._commit_log.state, self._commit_log.now()
         servers = sorted(state.servers.values(), key=lambda server: server.name)
         reply = pb.ListServersReply(servers=[server_message(state, server, now) for server in servers], now=now.wall)
@@ -370,7 +372,7 @@ class CoordinatorService(CoordinatorServicer):
     async def ForgetSegments(self, request: pb.ForgetSegmentsRequest, context: Context) -> pb.ForgetSegmentsReply:
         _check_unlimited("ForgetSegments")
         if request.all == bool(request.segment_ids):
-            raise InvalidArgumentError(f'forget of "{request.name}": name segments, or all of them')
+            raise InvalidArgumentError(f'forget on "{request.name}": name the segments, or ask for all of them')
         committed = await self._commit_log.commit(SegmentsForgotten(request.name, frozenset(request.segment_ids)))
         await self._segments.drop(committed)
         freed = [each for effect in committed.effects if isinstance(effect, DropSegments) for each in effect.segments]
@@ -395,7 +397,7 @@ class CoordinatorService(CoordinatorServicer):
         )
 
     async def Rebalance(self, request: pb.RebalanceRequest, context: Context) -> pb.RebalanceReply:
-        """See control.proto. Planned in a thread: with very many buffers it takes a while."""
+        """See control.proto. Planned in a thread, since it takes long with very many buffers."""
         _check_unlimited("Rebalance")
         state = self._commit_log.state
         pool = state.pool(self._commit_log.now())
@@ -416,7 +418,7 @@ class CoordinatorService(CoordinatorServicer):
         return pb.RebalanceReply(moves=map(move_message, moves), single_left=left)
 
     async def Overview(self, request: pb.OverviewRequest, context: Context) -> pb.OverviewReply:
-        """See control.proto. Made in a thread: with very many buffers it takes a while."""
+        """See control.proto. Made in a thread, since it takes long with very many buffers."""
         _check_unlimited("Overview")
         if request.server:
             text = await self._in_thread(self._overview.server, request.server)
@@ -439,44 +441,44 @@ class CoordinatorService(CoordinatorServicer):
     async def CreateBuffer(self, request: pb.CreateBufferRequest, context: Context) -> pb.Buffer:
         self._check_given_session(request)
         failpoint("coordinator.create.asked")
-        # No local of ours names the task: its error's traceback has this frame, and a cycle would keep the request.
+        # No local variable names the task: its error's traceback has this frame, and the cycle would keep the request.
         creation = await self._checked(request)
         self._check_two_copies(creation)
         if creation.kind is Kind.BARRIER:
             await self._free_if_lost(creation.name)
-        left_s = context.time_remaining()  # None: the caller has set no deadline
+        left_s = context.time_remaining()  # None: the caller set no deadline
         patience_s = min(OTHERS_CREATION_S, OTHERS_CREATION_S if left_s is None else left_s) - _LAST_WORD_S
         record = await asyncio.shield(self._segments.create(creation, patience_s))
-        if record.name != request.name and not caller().may_see(record.name):  # made before the answer was lost
+        if record.name != request.name and not caller().may_see(record.name):  # a repeated request: made, then renamed
             raise _renamed_away(request.name, APPLIED)
         return self._opened(request, record)
 
     def _check_two_copies(self, creation: Creation) -> None:
-        """Raise InvalidArgumentError if servers would have to forward changes to each other outside TLS."""
+        """Raise InvalidArgumentError if servers would have to forward changes to each other without TLS."""
         if creation.replicas < 2 or self._tokens is None:
             return
         state = self._commit_log.state
         plain = sorted(state.pool(self._commit_log.now()).plain)
-        # A lock is found again by its creation, and a buffer by its attempt: what is there goes on.
+        # A repeated request, and a lock that exists, are not checked: these find what was made before.
         if plain and made_before(state, creation) is None and state.find(creation.kind, creation.name) is None:
             raise InvalidArgumentError(
-                f'create of "{creation.name}" with replicas={creation.replicas}: with credentials servers forward '
-                f"changes to each other inside TLS alone, and without it data is served by "
-                f"{', '.join(plain[:SERVERS_SHOWN_MAX])} (--data-tls off); start them without that option, or use "
+                f'create of "{creation.name}" with replicas={creation.replicas}: in a cluster with credentials, '
+                f"servers forward changes only inside TLS, and these servers serve data without it (--data-tls off): "
+                f"{', '.join(plain[:SERVERS_SHOWN_MAX])}. Restart them without that option, or use "
                 f"replicas=1"
             )
 
     async def _free_if_lost(self, name: str) -> None:
-        """Free a barrier whose memory was lost: nobody can be in it. A lock stays, as its next token must be above its
-        last one, which is lost, too.
+        """Free a barrier whose memory was lost, since no client can be waiting in it. A lock is not freed: its next
+        token must be above its last one, which was lost too.
         """
         there = self._commit_log.state.find(Kind.BARRIER, name)
         if there is not None and there.segments[0].id in self._commit_log.state.lost_segments(self._commit_log.now()):
             await self._commit_log.commit(NamesFreed(there.segments[0].server, {there.segments[0].id: 0}))
 
     async def _checked(self, request: pb.CreateBufferRequest) -> Creation:
-        """Return the creation. Metadata is parsed in another thread, as servers lose their leases while the loop stands
-        still. One at a time is parsed, as parsing takes many times the size in memory.
+        """Return the checked creation. Metadata is parsed in another thread, because servers would lose their leases
+        if the loop stood still. One parse runs at a time, because parsing takes many times the size in memory.
         """
         asked = without_session(request)
         if caller().role is Role.SERVER:
@@ -502,13 +504,15 @@ class CoordinatorService(CoordinatorServicer):
                     return self._opened(request, renamed)
         record = await self._opens_wait(kind, request.name, timeout_s)
         if record is None:
-            waited = f" appeared within {timeout_s:g} s" if timeout_s else ""
-            advice = "create it, or see what there is with: smb ls" if kind is Kind.BUFFER else "nobody has used it yet"
-            raise NotFoundError(f'no {kind.value} "{request.name}"{waited}; {advice}')
+            lacks = f"appeared within {timeout_s:g} s" if timeout_s else "exists"
+            advice = "`smb ls` lists the names; a timeout waits for a buffer that another process creates"
+            if kind is not Kind.BUFFER:
+                advice = "no client has used it yet"
+            raise NotFoundError(f'no {kind.value} "{request.name}" {lacks}; {advice}')
         return self._opened(request, record)
 
     async def ListBuffers(self, request: pb.ListBuffersRequest, context: Context) -> pb.ListBuffersReply:
-        """See control.proto. By name."""
+        """See control.proto. Sorted by name."""
         state, who = self._commit_log.state, caller()
         shown = (record for record in state.listed() if who.may_see(record.name))
         reply = pb.ListBuffersReply(buffers=[buffer_message(state, record, listed=True) for record in shown])
@@ -546,7 +550,7 @@ class CoordinatorService(CoordinatorServicer):
             self._check_session(request)
 
     def _opened(self, request: _Opening, record: BufferRecord) -> pb.Buffer:
-        """The answer, with tokens where a session asks."""
+        """Return the answer, with tokens if a session asks."""
         message = buffer_message(self._commit_log.state, record)
         _mark_lost(message, self._commit_log.state.lost_segments(self._commit_log.now()))
         message.mirrors.extend(self._mirrors.messages(self._commit_log.state, record, self._commit_log.now()))
@@ -556,21 +560,23 @@ class CoordinatorService(CoordinatorServicer):
         return message
 
     def _may_write(self, kind: Kind, name: str) -> bool:
-        """Whether the caller may also write to a buffer. Raises PermissionDeniedError if it is a memory server, whose
+        """Return whether the caller may also write to a buffer. Raises PermissionDeniedError for a memory server whose
         relay may not even read it.
         """
         if caller().role is not Role.SERVER:
             return caller().role is not Role.READER
         if kind is not Kind.BUFFER:
-            raise PermissionDeniedError(f'memory server "{caller().name}" uses no {kind.value}')
+            raise PermissionDeniedError(
+                f'memory server "{caller().name}" may not open {kind.value} "{name}": a relay opens only buffers'
+            )
         return relay_access.check_open(self._commit_log.state, caller().name, name)
 
     async def _opens_wait(self, kind: Kind, name: str, timeout_s: float) -> BufferRecord | None:
         key = caller().key
         if timeout_s and self._opens_waiting[key] >= OPENS_WAITING_MAX:
             raise OutOfMemoryError(
-                f'open of {kind.value} "{name}": {OPENS_WAITING_MAX} opens with this certificate wait already; '
-                f"open it with timeout=0, or try again later"
+                f'open of {kind.value} "{name}": {OPENS_WAITING_MAX} opens with this certificate are waiting already; '
+                f"use timeout=0, or try again later"
             )
         self._opens_waiting[key] += 1
         try:

@@ -1,7 +1,7 @@
-"""Tells the memory servers at once which sessions are over, one call at a time to each.
+"""Tells the memory servers at once which sessions have ended, with one call at a time to each server.
 
-Best effort: what a server misses here it hears of when it renews or registers. In a large cluster all of them hear of
-it so: each end would cost a call to each server.
+This is best effort: a server that misses a call hears of the ends when it renews or registers. In a large cluster no
+server is called, because each end would cost a call to each server.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from smb.coordinator.memserver_client import MemoryServers
 from smb.daemon.failpoint import failpoint
 from smb.errors import UnavailableError
 
-NOTIFIED_MAX = 64  # servers that are told at once; a renewal comes within 2 s
+NOTIFIED_MAX = 64  # servers in a cluster that is notified at once; in larger ones a renewal follows within 2 s
 _log = logging.getLogger("coordinator")
 
 
 class SessionEndNotifier:
-    """The ended sessions that servers have not heard of yet. `close` it."""
+    """The ended sessions that servers have not heard of yet. Call `close` at the end."""
 
     def __init__(self, commit_log: CommitLog, servers: MemoryServers) -> None:
         self._commit_log = commit_log
         self._servers = servers
-        self._unsent: dict[str, list[int]] = {}  # by server; there while a call to it is under way
+        self._unsent: dict[str, list[int]] = {}  # by server, for servers with a call in progress
         self._calls: set[asyncio.Task[None]] = set()
 
     def tell(self, committed: Committed) -> None:
-        """Begin to tell every living server what this event ended; returns at once."""
+        """Begin to tell each living server which sessions this event ended. Returns at once."""
         ended = [i for effect in committed.effects if isinstance(effect, TellEnded) for i in effect.session_ids]
         if not ended:
             return
@@ -46,7 +46,7 @@ class SessionEndNotifier:
             call.add_done_callback(self._calls.discard)
 
     async def close(self) -> None:
-        """Give up the calls that are under way."""
+        """Cancel the calls in progress."""
         calls = list(self._calls)
         for call in calls:
             call.cancel()

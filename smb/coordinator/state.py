@@ -1,4 +1,4 @@
-"""All that the coordinator knows, and what can be asked of it. Pure: no I/O, no clock, no randomness.
+"""The coordinator's state, and questions about it. Pure: no I/O, no clock, no randomness.
 
 Invariant: `allocated` is the sum over all buffers, pending ones included, of what their segments take on each server.
 It grows before any segment is made and shrinks when the record goes, so concurrent creates never promise the same
@@ -25,12 +25,12 @@ from smb.coordinator.replicas import Copy, copies_on
 from smb.errors import NotFoundError
 from smb.published import LOG
 
-SERVER_LEASE_S = 6.0  # renewed every third: two renewals may get lost
-SESSION_LEASE_S = 30.0  # by default; long enough for a client that a page fault storm or a debugger holds up
-SESSION_RENEWALS_PER_S = 300.0  # of all clients, a third of what one coordinator answers: else leases grow
-SESSION_LEASE_S_LONGEST = 120.0  # to which they grow: one client's many sessions must not hide that others are dead
+SERVER_LEASE_S = 6.0  # renewed at each third of it, so two renewals may get lost
+SESSION_LEASE_S = 30.0  # the default; enough for a client that a page fault storm or a debugger holds up
+SESSION_RENEWALS_PER_S = 300.0  # of all clients, a third of what one coordinator answers; beyond it leases grow
+SESSION_LEASE_S_LONGEST = 120.0  # limit of that growth: one client's many sessions must not hide that others are dead
 FIRST_EPOCH = 1
-ARRIVED = ".arrived"  # after a mirror's name: the buffer that says which bytes are there (smb/relay/arrived.py)
+ARRIVED = ".arrived"  # suffix of the buffer that says which bytes of a mirror are there (smb/relay/arrived.py)
 
 Key = TypeVar("Key")
 Value = TypeVar("Value")
@@ -39,7 +39,7 @@ Step = tuple["State", tuple[Effect, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """One server's use by the buffers' records: bytes of capacity and number of segments."""
+    """The use of one server by the buffers' records: bytes of capacity and number of segments."""
 
     nbytes: int = 0
     segments: int = 0
@@ -47,57 +47,59 @@ class Allocation:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """All that the coordinator knows. Immutable: a step makes a new one, so what cannot be stored never was.
+    """All that the coordinator knows. Immutable: a step returns a new state, so that a change which could not be stored
+    is never visible.
 
-    `buffers` has locks and barriers too, each under its record's key.
+    `buffers` includes locks and barriers, each under its record's key.
     """
 
     buffers: Mapping[str, BufferRecord] = field(default_factory=dict)
     servers: Mapping[str, ServerRecord] = field(default_factory=dict)
     allocated: Mapping[str, Allocation] = field(default_factory=dict)
-    # Servers that must register again before they may renew: their list of segments is not known to be right.
+    # Servers that must register again before they may renew, because their list of segments may be wrong.
     suspected: frozenset[str] = frozenset()
     server_leases: Leases[str] = field(default_factory=lambda: Leases(SERVER_LEASE_S))
     session_leases: Leases[int] = field(default_factory=lambda: Leases(SESSION_LEASE_S))
     client_names: Mapping[int, str] = field(default_factory=dict)
-    session_owners: Mapping[int, str] = field(default_factory=dict)  # those that have one: Caller.key
+    session_owners: Mapping[int, str] = field(default_factory=dict)  # Caller.key of sessions opened with a certificate
     ended_sessions: EndedSessions = field(default_factory=EndedSessions)
-    stripe_bytes: int = 0  # of buffers that are created without one; 0: placement's default
+    stripe_bytes: int = 0  # of buffers created without a stripe; 0: the default of placement.py
     quotas: Mapping[str, Quota] = field(default_factory=dict)  # by namespace; a setting of this run
-    # No token of a lock that was freed is higher. One for all, so that nothing is kept of names that are gone.
+    # At least as high as each token of the freed locks. One number for all, so that no freed name needs a record.
     token_floor: int = 0
-    # Of the creations whose buffers were deleted last: asked for again, because the answer was lost, they would make
-    # another one. Not stored: the answer would have to stay lost over creation, deletion and a change of leader.
+    # Attempts whose buffers were deleted last. A client that repeats such a creation because its answer was lost must
+    # not make another buffer. Not stored: the answer would have to stay lost over creation, deletion and a new leader.
     deleted_attempts: tuple[int, ...] = ()
-    # Of copies that are being made, by the server that makes them, as it told last.
+    # Progress of copies, by the server that makes them, from its last report.
     progress: Mapping[str, Mapping[int, CopyProgress]] = field(default_factory=dict)
     lineage: Lineage = field(default_factory=Lineage)
-    began: float = -math.inf  # this term, on the monotonic clock
-    # By server, as of its last registration in this term. Not stored: each term asks anew.
-    unexplained: Mapping[str, Mapping[int, Held]] = field(default_factory=dict)  # that it holds beside the records
-    missing: Mapping[str, frozenset[int]] = field(default_factory=dict)  # that it lacks, and the records have there
-    others: Mapping[str, frozenset[int]] = field(default_factory=dict)  # of these, of which it holds another copy
-    # Terms that it was told of and that this store does not have: what was changed in the same one can be compared.
+    began: float = -math.inf  # the start of this term, on the monotonic clock
+    # By server, as of its last registration in this term. Not stored, since each term asks the servers anew.
+    unexplained: Mapping[str, Mapping[int, Held]] = field(default_factory=dict)  # segments held beside the records
+    missing: Mapping[str, frozenset[int]] = field(default_factory=dict)  # segments in the records that the server lacks
+    others: Mapping[str, frozenset[int]] = field(default_factory=dict)  # those of `missing` held as another copy
+    # Terms in the server's stamps that this store does not have: changes made in the same term can be compared.
     other_terms: Mapping[str, frozenset[tuple[int, int]]] = field(default_factory=dict)
 
     def alive(self, server: str, now: Instant) -> bool:
-        """Whether the server's lease runs. A leader that has just begun grants one to every server that is known."""
+        """Whether the server's lease runs. A new leader begins with a lease for each known server."""
         return self.server_leases.runs(server, now.monotonic)
 
     def heard(self, server: str, now: Instant) -> bool:
-        """Whether the server lives, and has told in this term what it holds."""
+        """Whether the server lives and has reported in this term what it holds."""
         return self.alive(server, now) and server not in self.suspected
 
     def confirmed(self, server: str, segment_id: int, now: Instant) -> bool:
-        """Whether the server, heard of in this term, holds its copy of a segment that the records have there."""
+        """Whether the server was heard of in this term and holds its copy of a segment that the records place there."""
         return self.heard(server, now) and segment_id not in self.missing.get(server, ())
 
     def every_server_was_heard(self, now: Instant) -> bool:
-        """Whether no server is left that may live and has not told in this term what it holds."""
+        """Whether each server that may live has reported in this term what it holds."""
         return all(self.heard(name, now) or not self.alive(name, now) for name in self.servers)
 
     def lost_segments(self, now: Instant) -> frozenset[int]:
-        """Return the segments whose only copy is gone: its server has come back without it, and no other has it."""
+        """Return the segments whose only copy is lost: their server came back without it, and no other server has it.
+        Empty until every server was heard of."""
         if not any(self.missing.values()) or not self.every_server_was_heard(now):
             return frozenset()
         lost = frozenset(
@@ -111,11 +113,11 @@ class State:
         return lost - self.contested() if lost else lost
 
     def where(self) -> dict[int, tuple[BufferRecord, SegmentRecord]]:
-        """Return every segment of the records, by id, with its buffer."""
+        """Return each segment in the records, by id, with its buffer."""
         return {segment.id: (record, segment) for record in self.buffers.values() for segment in record.segments}
 
     def contested(self) -> frozenset[int]:
-        """Return the segments of which some server has a newer whole copy than the records know: roles of these do not
+        """Return the segments of which some server has a newer whole copy than the records know. Their roles do not
         change until every server was heard of.
         """
         claims = {number for held in self.unexplained.values() for number, each in held.items() if each.whole}
@@ -130,15 +132,15 @@ class State:
         )
 
     def allocation(self, server: str) -> Allocation:
-        """Return what buffers take on the server."""
+        """Return what the buffers' records take on the server."""
         return self.allocated.get(server, Allocation())
 
     def taken_bytes(self, server: str) -> int:
-        """Return what is taken of a server's capacity: by buffers, and by what it holds beside the records."""
+        """Return how many bytes of a server's capacity are taken, by buffers and by segments beside the records."""
         return self.allocation(server).nbytes + sum(each.nbytes for each in self.unexplained.get(server, {}).values())
 
     def held_bytes_max(self, server: str) -> int:
-        """Return how much of a server's capacity is taken by memory that is there, as far as it has told."""
+        """Return how many bytes of a server's capacity are taken by segments that it has, as far as it reported."""
         lacking = self.missing.get(server, frozenset()) - self.others.get(server, frozenset())
         if not lacking:
             return self.taken_bytes(server)
@@ -146,34 +148,34 @@ class State:
         return self.taken_bytes(server) - sum(copy.file_bytes for copy in gone if copy.id in lacking)
 
     def find(self, kind: Kind, name: str) -> BufferRecord | None:
-        """Return what is ready under that name."""
+        """Return the ready record of that kind and name."""
         record = self.buffers.get(key_of(kind, name))
-        # A buffer's name is looked up as it came: one with a colon in it must not find a lock.
+        # A buffer's name is looked up unchecked: a name with a colon in it must not find a lock.
         return record if record is not None and record.ready and record.kind is kind else None
 
     def find_id(self, buffer_id: int) -> BufferRecord | None:
-        """Return the ready buffer of that id, whatever its name is now."""
+        """Return the ready buffer with that id, whatever its current name is."""
         return next((record for record in self.listed() if record.id == buffer_id), None)
 
     def source(self, record: BufferRecord) -> BufferRecord | None:
-        """Return what it is a mirror of."""
+        """Return the buffer of which this record is a mirror."""
         found = (each for each in self.buffers.values() if record.mirror_of and each.id == record.mirror_of)
         return next(found, None)
 
     def mirrors(self, record: BufferRecord) -> list[BufferRecord]:
-        """Return the mirrors of a published buffer, those that are ready, by name."""
+        """Return the ready mirrors of a published buffer, by name."""
         if record.mirror_of or (record.versions < 2 and not record.name.endswith(LOG)):
             return []
         found = [each for each in self.buffers.values() if each.mirror_of == record.id and each.ready]
         return sorted(found, key=lambda each: each.name)
 
     def listed(self) -> tuple[BufferRecord, ...]:
-        """Return the buffers, by name, that are shown to everybody."""
+        """Return the ready buffers, by name: what `smb ls` shows."""
         ready = (record for record in self.buffers.values() if record.ready and record.kind is Kind.BUFFER)
         return tuple(sorted(ready, key=lambda record: record.name))
 
     def segment_names(self, segment_ids: Iterable[int]) -> dict[int, str]:
-        """Return what these segments belong to, those that are known, for people."""
+        """Return the titles of the buffers to which these segments belong, where known, for operators."""
         asked = set(segment_ids)
         if not asked:
             return {}
@@ -185,11 +187,11 @@ class State:
         }
 
     def session_names(self, session_ids: Iterable[int]) -> dict[int, str]:
-        """Return whose sessions these are, those that are known."""
+        """Return the client names of these sessions, where known."""
         return {number: self.client_names[number] for number in session_ids if number in self.client_names}
 
     def pool(self, now: Instant) -> Pool:
-        """Return what there is to place on now."""
+        """Return the servers on which buffers can be placed now."""
         alive = {name for name in self.servers if self.alive(name, now)}
         draining = frozenset(name for name in alive if self.servers[name].draining)
         open_to = alive - draining
@@ -201,11 +203,11 @@ class State:
         return Pool(free, dead, weights, self.stripe_bytes, hosts, draining, plain)
 
     def copies(self, server: str) -> list[Copy]:
-        """Return the server's parts in buffers of two copies, pending ones included."""
+        """Return the server's roles in buffers with roles, including buffers that are still being made."""
         return [copy for record in self.buffers.values() for copy in copies_on(record, server)]
 
     def rival(self, event: ServerRegistered, now: Instant) -> ServerRecord | None:
-        """Return the other run of this server that holds the name, if its lease runs: it may be dead all the same."""
+        """Return the other run that holds this server's name while its lease runs. It may be dead all the same."""
         known = self.servers.get(event.server.name)
         if known is None or known.instance_id == event.server.instance_id or not self.alive(known.name, now):
             return None
@@ -222,7 +224,7 @@ def load(
     token_floor: int = 0,
     lineage: Lineage | None = None,
 ) -> State:
-    """Return the state that these records describe. Step it with Restarted before anything else."""
+    """Return the state described by these records. Apply a Restarted event before anything else."""
     known = sorted(sessions, key=lambda session: session.ended)
     ended = {session.id: session.ended for session in known if session.ended}
     state = State(
@@ -242,17 +244,20 @@ def load(
 
 
 def find_ready(state: State, name: str, known_id: int = 0) -> BufferRecord:
-    """Return the ready buffer of that name; if `known_id` is not 0, only the one of that id. Raises NotFoundError."""
+    """Return the ready buffer of that name, which must have the id `known_id` if that is not 0. Raises
+    NotFoundError."""
     record = state.find(Kind.BUFFER, name)
     if record is None:
-        raise NotFoundError(f'no buffer "{name}"')
+        raise NotFoundError(f'no buffer "{name}" exists; `smb ls` lists the names')
     if known_id not in (0, record.id):
-        raise NotFoundError(f'"{name}" is another buffer by now: the one that was meant was renamed or deleted')
+        raise NotFoundError(
+            f'"{name}" is another buffer now: the buffer that was meant was renamed or deleted; open it again by name'
+        )
     return record
 
 
 def add(state: State, record: BufferRecord) -> State:
-    """Return the state with one more record, and with what it takes."""
+    """Return the state with one more record, whose segments count in `allocated`."""
     allocated = allocate(state.allocated, record, +1)
     return replace(state, buffers={**state.buffers, record.key: record}, allocated=allocated)
 
@@ -264,7 +269,7 @@ def remove(state: State, record: BufferRecord) -> State:
 
 
 def delete(state: State, record: BufferRecord) -> State:
-    """Return the state without a buffer that was ready, and without what servers hold of it beside the records."""
+    """Return the state without a ready buffer, and without its segments in `unexplained`."""
     state = end_copies_beside(remove(state, record), record)
     if not record.attempt_id:
         return state
@@ -273,13 +278,13 @@ def delete(state: State, record: BufferRecord) -> State:
 
 
 def end_copies_beside(state: State, *records: BufferRecord) -> State:
-    """Return the state without what servers hold of these buffers beside the records: it is dropped with them."""
+    """Return the state without these buffers' segments in `unexplained`: they are dropped with the buffers."""
     ids = [segment.id for record in records for segment in record.segments]
     return replace(state, unexplained={name: without(held, *ids) for name, held in state.unexplained.items()})
 
 
 def allocate(allocated: Mapping[str, Allocation], record: BufferRecord, sign: int) -> dict[str, Allocation]:
-    """Return the allocations with the record once more, or once less."""
+    """Return the allocations with the record added (sign +1) or removed (-1)."""
     changed = dict(allocated)
     for segment in record.copies:
         before = changed.get(segment.server, Allocation())

@@ -1,9 +1,9 @@
 """Stores in which the coordinator's records outlive it: named texts, changed together or not at all.
 
-The interface is what a key-value service offers too, and asynchronous for that reason; SQLite answers in place, within
-microseconds, because it writes to the kernel's cache only: that survives kill -9 of the coordinator. It does not wait
-for the disk, which takes milliseconds, so a power failure of this host takes the last changes away, in their order. It
-notices that the host was started anew since, and says that its end may be missing.
+The interface is one that a key-value service offers too, and is asynchronous for that reason. SQLite answers in place,
+within microseconds, because it writes to the kernel's cache only, which survives kill -9 of the coordinator. It does
+not wait for the disk, which takes milliseconds, so a power failure of this host loses the last changes, in their
+order. The store notices that the host was restarted since, and reports that its end may be missing.
 """
 
 from __future__ import annotations
@@ -23,90 +23,91 @@ from smb.daemon.own_files import keep_to_ourselves, take_directory
 from smb.errors import Error, InvalidArgumentError, OutOfMemoryError, UnavailableError
 
 FILE_NAME = "coordinator.sqlite"
-# Room of the disk that is kept for what makes room: deletions, and what must be stored so that these can be asked for.
-# SQLite writes it to its log first, which grows to 4 MiB before it is used again from its beginning.
+# Disk space that is reserved for deletions and other changes that make room, and for what must be stored before a
+# client can ask for them. SQLite writes it to its log first, which grows to 4 MiB before it is used again from its
+# beginning.
 RESERVE_NAME = "coordinator.reserve"
 RESERVE_BYTES = 8 << 20
-_BESIDE = ("-wal", "-shm", "-journal")  # what SQLite has beside its file
+_BESIDE = ("-wal", "-shm", "-journal")  # suffixes of SQLite's other files
 _NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 SCHEMA_VERSION = 1
-SEQUENCE = "lineage/sequence"  # the key of the number of the last change, which goes along with most changes
-BOOT = "boot"  # the key of what names the boot of the host in which the last change was written
-MIGRATION = "migration"  # the key of what says that these records are not to be served: they moved, or are half there
+SEQUENCE = "lineage/sequence"  # the key of the last change's number, which is part of most changes
+BOOT = "boot"  # the key of the boot id of the host at the last change
+MIGRATION = "migration"  # the key of a note that these records must not be served: they were moved, or are incomplete
 
 _log = logging.getLogger("coordinator")
 
 
 class StoreError(Error):
-    """The store is not what it should be, or cannot be written; the message names it. Nothing was changed."""
+    """The store is damaged, of another version, or cannot be written; the message says which. Nothing was changed."""
 
 
 class StoreFullError(StoreError, OutOfMemoryError):
-    """The store has no room for more. To its users that is what memory servers without room are."""
+    """The store is full. Clients see the same error as for memory servers without room."""
 
 
 class DeposedError(UnavailableError):
-    """Another coordinator leads, or may: this one can change nothing, and what it knows may be out of date."""
+    """Another coordinator leads, or may lead: this one cannot change anything, and its state may be out of date."""
 
 
 class Store(Protocol):
-    """Texts by key. One coordinator at a time has it."""
+    """Texts by key. Only one coordinator at a time has it open."""
 
     @property
     def changes_max(self) -> int | None:
-        """How many texts one change may have; None: any number."""
+        """How many texts one change may have; None: unlimited."""
 
     @property
     def may_lack_its_end(self) -> bool:
-        """Whether changes from some moment on may be missing of what was loaded, though they were answered for."""
+        """Whether the last changes may be missing from the loaded records, although they were acknowledged."""
 
     async def load(self) -> dict[str, str]:
-        """Return everything, by key."""
+        """Return all texts by key."""
 
     async def change(self, changes: Mapping[str, str | None], *, urgent: bool = False) -> None:
-        """Put each text under its key, take away the keys with None: all of it or, raising StoreError, nothing.
+        """Store each text under its key, and remove the keys with None: all of it or, raising StoreError, nothing.
 
-        An `urgent` change may use the last of the disk's room.
+        An `urgent` change may use the reserve of disk space.
         """
 
     def free_bytes(self) -> int | None:
-        """Return how much room there is for more; None if nobody knows. For any thread."""
+        """Return the free bytes for more texts; None if unknown. For any thread."""
 
     async def close(self) -> None:
-        """Let the next coordinator have it."""
+        """Release the store for the next coordinator."""
 
 
 def open_store(where: str) -> Store:
-    """Open the store at `where`: a directory, made if need be, for SQLite. (The store in etcd belongs to the leader.)
+    """Open the SQLite store in the directory `where`, which is made if needed. (`etcd` opens stores in etcd.)
 
-    Raises InvalidArgumentError for an unknown kind of store, UnavailableError if another coordinator has the store.
-    UnavailableError too if it is another user's, if everybody may write in it, or if others have put something there.
-    Raises StoreError if the store cannot be made or was written by another version.
+    Raises InvalidArgumentError for an unknown kind of store. Raises UnavailableError if another coordinator has the
+    store open, if it belongs to another user, or if other users may write to it or have put files there. Raises
+    StoreError if the store cannot be made or was written by another version.
     """
     if "://" in where:
-        raise InvalidArgumentError(f"--state {where}: no such kind of store; give a directory, or etcd://...")
+        raise InvalidArgumentError(f"--state must be a directory or etcd://HOST:PORT,.../PREFIX, not {where}")
     return SqliteStore(Path(where))
 
 
 class SqliteStore:
-    """A Store in one file of SQLite, in a directory."""
+    """A Store in one SQLite file in a directory."""
 
     changes_max = None
 
     def __init__(self, directory: Path) -> None:
-        """Make or open the file and keep it for ourselves. Raises as `open_store` does."""
+        """Make or open the file and lock it. Raises as `open_store` does."""
         self._path = directory / FILE_NAME
         self._reserve = directory / RESERVE_NAME
         try:
             take_directory(directory, "--state")
             with suppress(FileExistsError):
                 os.close(os.open(self._path, _NEW_FILE, 0o600))
-            # Secrets are in it, the root of all tokens among them; and SQLite believes what lies beside it.
+            # The files contain secrets, such as the root of all tokens, and SQLite trusts the files beside its own.
             for beside in (*(self._path.with_name(FILE_NAME + end) for end in ("", *_BESIDE)), self._reserve):
                 keep_to_ourselves(beside)
-            # timeout 0: another coordinator will not go away while we wait.
+            # timeout 0: waiting would not make another coordinator go away.
             self._connection = sqlite3.connect(self._path, timeout=0.0, isolation_level=None)
-        except UnavailableError:  # says all by itself
+        except UnavailableError:  # its message is complete
             raise
         except (OSError, sqlite3.Error) as error:
             raise StoreError(f"cannot make {self._path}: {error}") from None
@@ -121,16 +122,18 @@ class SqliteStore:
             self._connection.close()
             raise
         if not reserved:
-            _log.warning("%s: the disk is full: buffers can be deleted, perhaps, but none can be made", self._path)
+            _log.warning(
+                "%s: the disk is full: no buffer can be created, and perhaps none deleted; make room on it", self._path
+            )
 
     async def load(self) -> dict[str, str]:
-        """Return everything, by key. Raises StoreError for a file that is damaged."""
+        """Return all texts by key. Raises StoreError if the file is damaged."""
         try:
             with closing(self._connection.execute("SELECT key, text FROM records")) as rows:
                 found = dict(rows.fetchall())
         except sqlite3.Error as error:
             raise StoreError(
-                f"cannot read {self._path}: {error}; put a copy of it back, or see what can be read with: "
+                f"cannot read {self._path}: {error}; restore it from a backup, or see what can be read with: "
                 f"sqlite3 {self._path} .recover"
             ) from error
         self._boot_written = found.pop(BOOT, "")
@@ -138,11 +141,11 @@ class SqliteStore:
         return found
 
     async def change(self, changes: Mapping[str, str | None], *, urgent: bool = False) -> None:
-        """Put each text under its key, take away the keys with None: all of it or, raising StoreError, nothing."""
         self._check_there()
         if not urgent and not self._has_reserve():
             raise StoreFullError(
-                f"cannot write {self._path}: its disk is full, and what is left is for deletions; nothing was changed"
+                f"cannot write {self._path}: its disk is full, and the reserve is for deletions; nothing was changed. "
+                f"Make room on that disk"
             )
         try:
             try:
@@ -151,15 +154,18 @@ class SqliteStore:
                 if not urgent or "full" not in str(error) or not self._reserve.exists():
                     raise
                 self._reserve.unlink()
-                _log.warning("%s: the disk is full; its reserve is in use now, and no buffer can be made", self._path)
+                _log.warning(
+                    "%s: the disk is full, and its reserve is in use now: no buffer can be created; make room on it",
+                    self._path,
+                )
                 self._write(changes)
-        except (OSError, sqlite3.Error) as error:  # OSError: of the reserve
+        except (OSError, sqlite3.Error) as error:  # OSError comes from the reserve
             full = isinstance(error, sqlite3.OperationalError) and "full" in str(error)
             kind = StoreFullError if full else StoreError
             raise kind(f"cannot write {self._path}: {error}; nothing was changed") from error
 
     def free_bytes(self) -> int | None:
-        """Return how much room the disk has beside the reserve. For any thread."""
+        """Return the free bytes of the disk, without the reserve. For any thread."""
         try:
             space = os.statvfs(self._path.parent)
         except OSError:
@@ -171,8 +177,8 @@ class SqliteStore:
         return found.st_dev, found.st_ino
 
     def _check_there(self) -> None:
-        """Raise StoreError if the file that is open has not its path any more: SQLite would write to it all the same,
-        and the next coordinator would know nothing of that.
+        """Raise StoreError if the open file was moved or removed: SQLite would go on writing to it, and the next
+        coordinator would not find these changes.
         """
         try:
             there = self._found() == self._file
@@ -181,11 +187,12 @@ class SqliteStore:
         if not there:
             raise StoreError(
                 f"cannot write {self._path}: the file was removed or replaced while this coordinator runs; nothing was "
-                f"changed. Put it back, or a copy of it, and start the coordinator again"
+                f"changed. Put it back, or a copy of it, and restart the coordinator"
             )
 
     def _has_reserve(self) -> bool:
-        """Make the reserve, if it is not there and the disk has room for it. Raises StoreError for a broken disk."""
+        """Return whether the reserve exists, making it if the disk has room. Raises StoreError if the disk is
+        broken."""
         try:
             if self._reserve.exists():
                 return True
@@ -203,7 +210,7 @@ class SqliteStore:
 
     def _write(self, changes: Mapping[str, str | None]) -> None:
         put = [(key, text) for key, text in changes.items() if text is not None]
-        if self._boot_written != self._boot:  # with the first change: until then the end may still be missing
+        if self._boot_written != self._boot:  # stored with the first change: until then the end may still be missing
             put.append((BOOT, self._boot))
         take = [(key,) for key, text in changes.items() if text is None]
         self._connection.execute("BEGIN IMMEDIATE")
@@ -220,12 +227,11 @@ class SqliteStore:
             raise
 
     async def close(self) -> None:
-        """Let the next coordinator have it."""
         self._connection.close()
 
     def _prepare(self) -> None:
         try:
-            # EXCLUSIVE before WAL: the file's lock is then held until we close it or die.
+            # EXCLUSIVE before WAL: then the file stays locked until we close it or the process ends.
             self._connection.execute("PRAGMA locking_mode = EXCLUSIVE")
             self._connection.execute("PRAGMA journal_mode = WAL")
             self._connection.execute("PRAGMA synchronous = NORMAL")
@@ -238,11 +244,16 @@ class SqliteStore:
                 raise UnavailableError(f"{self._path} is in use by another coordinator; stop it first") from None
             raise StoreError(f"cannot use {self._path}: {error}") from None
         except sqlite3.DatabaseError as error:
-            raise StoreError(f"{self._path} is no store of a coordinator: {error}") from None
+            raise StoreError(
+                f"{self._path} is not the store of a coordinator: {error}; give another directory as --state"
+            ) from None
 
     def _check_schema_version(self) -> None:
         (version,) = self._connection.execute("PRAGMA user_version").fetchone()
         if version == 0:
             self._connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
         elif version != SCHEMA_VERSION:
-            raise StoreError(f"{self._path} has version {version}, this coordinator writes version {SCHEMA_VERSION}")
+            raise StoreError(
+                f"{self._path} has format version {version}, but this coordinator uses version {SCHEMA_VERSION}; start "
+                f"the release that wrote it, or give another --state"
+            )

@@ -1,9 +1,10 @@
-"""Secrets of the data plane: of sessions, of the keys that memory servers share with us, and of the tokens that we make
-with these. All of them follow from one, which lies in the store and is shown to nobody.
+"""Secrets of the data plane: sessions' secrets, the keys that memory servers share with the coordinator, and the tokens
+made with these keys. All of them derive from one root, which is in the store and never leaves the coordinator.
 
-A session's secret proves, when it is renewed, closed, or opens a buffer, that it is the client's that it was given to.
-A server's key is its own, so that no server can make tokens for another; it changes with each generation (a day), and
-servers have three: the tokens of the last generation are good until they expire, and the next one's are known in time.
+A session's secret proves, when the session is renewed, closed or opens a buffer, that the caller is the client that
+opened the session. Each server has its own keys, so that no server can make tokens for another one. A key changes with
+each generation (a day), and servers have three: tokens of the last generation are valid until they expire, and the next
+key is known in time.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from smb.errors import InvalidArgumentError, PermissionDeniedError
 from smb.rpc import control_pb2 as pb
 from smb.rpc.client_tokens import RIGHT_READ, RIGHT_WRITE
 
-LIFETIME_S = 3600.0  # a client renews at half of it: for so long at least the coordinator may be away
+LIFETIME_S = 3600.0  # clients renew at half of it, so the coordinator may be unreachable for the other half
 LIFETIME_S_MIN, LIFETIME_S_MAX = 1.0, 43_200.0
-GENERATION_S = 86_400  # more than two lifetimes
+GENERATION_S = 86_400  # must be more than two lifetimes
 _KEY = "access/root"
 _BYTES = 32
 
@@ -31,7 +32,7 @@ class TokenIssuer:
         """`clock` returns seconds since 1970. Raises InvalidArgumentError."""
         if not LIFETIME_S_MIN <= lifetime_s <= LIFETIME_S_MAX:
             raise InvalidArgumentError(
-                f"--token-lifetime {lifetime_s:g}: use {LIFETIME_S_MIN:g} to {LIFETIME_S_MAX:g} seconds"
+                f"--token-lifetime must be from {LIFETIME_S_MIN:g} to {LIFETIME_S_MAX:g} seconds, not {lifetime_s:g}"
             )
         self._root = root
         self.lifetime_ms = round(lifetime_s * 1000)
@@ -39,7 +40,7 @@ class TokenIssuer:
 
     @staticmethod
     async def open(store: Store, lifetime_s: float = LIFETIME_S) -> TokenIssuer:
-        """Read the root from the store, or make one."""
+        """Read the root secret from the store, or make one."""
         text = (await store.load()).get(_KEY)
         if text is None:
             text = secrets.token_hex(_BYTES)
@@ -47,13 +48,15 @@ class TokenIssuer:
         return TokenIssuer(bytes.fromhex(text), lifetime_s)
 
     def session_secret(self, session_id: int) -> bytes:
-        """Return what the session's client proves itself with."""
+        """Return the secret with which the session's client proves itself."""
         return self._derive(b"smb session", struct.pack("<Q", session_id))
 
     def check_session(self, session_id: int, secret: bytes) -> None:
-        """Raise PermissionDeniedError unless the secret is that session's."""
+        """Raise PermissionDeniedError unless the secret belongs to that session."""
         if not hmac.compare_digest(self.session_secret(session_id), secret):
-            raise PermissionDeniedError("this session is another client's: it was opened with another secret")
+            raise PermissionDeniedError(
+                "this session belongs to another client: the secret does not match; connect again for a new session"
+            )
 
     def keys(self, server: str) -> pb.AccessKeys:
         """Return the keys for a memory server that registers or renews."""
@@ -68,18 +71,18 @@ class TokenIssuer:
         )
 
     def add_to(self, buffer: pb.Buffer, session_id: int, *, may_write: bool) -> None:
-        """Put a token for the session with every segment of the buffer."""
+        """Add a token for the session to each segment of the buffer."""
         now_ms = self._now_ms()
         generation = self._generation(now_ms)
         rights = RIGHT_READ | (RIGHT_WRITE if may_write else 0)
         expires_ms = now_ms + self.lifetime_ms
         for segment in buffer.layout.segments:
-            text = struct.pack(  # as csrc/base/access.c makes it
+            text = struct.pack(  # the same bytes as in csrc/base/access.c
                 "<16sQQIIQQ",
                 b"smb token 1",
                 session_id,
                 segment.id,
-                segment.epoch or buffer.layout.epoch,  # of two copies: of their roles
+                segment.epoch or buffer.layout.epoch,  # the epoch of the roles if the segment has any
                 rights,
                 generation,
                 expires_ms,

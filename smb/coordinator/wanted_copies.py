@@ -1,4 +1,4 @@
-"""Which copies are to be made now, and where (docs/decisions/0025): of lost ones, and of those that are to leave their
+"""Which copies to make now and where (docs/decisions/0025): replacements of lost copies, and copies that leave their
 server. Pure.
 """
 
@@ -14,18 +14,18 @@ from smb.coordinator.rebalance import Move
 from smb.coordinator.records import BufferRecord, SegmentRecord
 from smb.coordinator.replicas import stays_on
 
-# At once from one server, and to one: two fill a link; of small ones there may be more, as long as they are small
-# together. Each is a wait for its clients. If copies leave their server, little of the data has one copy at a time.
+# Limit of copies in progress from one server, and to one. Two fill a link. More are allowed if they are small together,
+# since clients wait for each. The limit also keeps little data at one copy at a time while copies leave their server.
 AT_ONCE = 2
 SMALL_BYTES = 32 << 20
-LEAST_BYTES = 1 << 20  # a segment counts as so many at least
+LEAST_BYTES = 1 << 20  # a smaller segment counts as this many bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """A copy that is to be made from `source` on `target`: of one that is lost, or in place of the one on `leaving`. No
-    target: the segment, of a buffer with one copy, has moved to `source`, and its copy on `leaving` is to go.
-    `members`: all segments that move together, this one included.
+    """A copy to make from `source` on `target`: in place of a lost copy, or of the one on `leaving`. An empty `target`
+    means that a segment of a buffer with one copy has moved to `source`, and its copy on `leaving` must go. `members`:
+    all segments of the bundle, including this one.
     """
 
     record: BufferRecord
@@ -37,7 +37,7 @@ class Wish:
 
 
 class _Load:
-    """The copies that are being made, by a server that they are from or to."""
+    """The copies in progress, by the server that they are from or to."""
 
     def __init__(self, copies: Iterable[tuple[str, int]]) -> None:
         self._copies: Counter[str] = Counter()
@@ -50,7 +50,7 @@ class _Load:
         self._bytes[server] += max(nbytes, LEAST_BYTES)
 
     def allows(self, server: str, nbytes: int) -> bool:
-        """Whether one more may begin."""
+        """Whether one more copy may begin."""
         return self._copies[server] < AT_ONCE or self._bytes[server] + max(nbytes, LEAST_BYTES) <= SMALL_BYTES
 
 
@@ -64,11 +64,11 @@ def wishes(
     resting: Container[int] = frozenset(),
     kept: Container[tuple[str, int]] = frozenset(),
 ) -> list[Wish]:
-    """Return what to begin now, a few for each server: first of lost copies, then of those on servers that are drained,
-    then `moves`, by segment. `avoid`: servers that are not to be asked for anything. `apart`: pairs of which
-    neither is to copy to the other. `bound`: segments that can't move. `resting`: bundles that wait. `kept`: servers
-    that have another copy of a segment in quarantine. A bundle of segments is one copy, which waits while one of its
-    buffers is being made, too.
+    """Return the copies to begin now, a few for each server: first replacements of lost copies, then copies that leave
+    drained servers, then `moves`, by segment. `avoid`: servers that are asked for nothing. `apart`: pairs of servers
+    that do not copy to each other. `bound`: segments that cannot move. `resting`: bundles that wait. `kept`: servers
+    that have another copy of a segment in quarantine. A bundle is one copy, and it waits while one of its buffers is
+    being made.
     """
     bundles = Bundles(records)
     under_way = {
@@ -119,7 +119,8 @@ def wishes(
 
 
 def copies_to_come(records: Collection[BufferRecord], pool: Pool, resting: Container[int] = frozenset()) -> int:
-    """Return how many segments have one copy for now: another one is being made, or will be. `resting`: as above."""
+    """Return how many segments have one copy only for now: another is being made or will be. `resting`: see
+    `wishes`."""
     bundles = Bundles(records)
     return sum(
         bool(
@@ -133,7 +134,7 @@ def copies_to_come(records: Collection[BufferRecord], pool: Pool, resting: Conta
 
 
 def without_room(record: BufferRecord, pool: Pool, bundles: Bundles) -> bool:
-    """Whether some segment of it has one copy, and no other live server has room for a second one."""
+    """Whether some segment has one copy, and no other live server has room for a second one."""
     return any(
         not segment.backup
         and not segment.copying_to
@@ -146,7 +147,7 @@ def without_room(record: BufferRecord, pool: Pool, bundles: Bundles) -> bool:
 def still_wanted(
     moves: Mapping[int, Move], records: list[BufferRecord], pool: Pool, bound: Container[int] = frozenset()
 ) -> dict[int, Move]:
-    """Return the moves that have not been made and still can be."""
+    """Return the moves that have not been made and are still possible."""
     there = {segment.id: (record, segment) for record in records for segment in record.segments}
     return {
         number: move
@@ -157,14 +158,14 @@ def still_wanted(
 
 def _can_be_made(move: Move, record: BufferRecord, segment: SegmentRecord, pool: Pool) -> bool:
     room = pool.free_bytes.get(move.target, 0) >= move.nbytes
-    if record.moves_alone:  # with the second copy it is half made
+    if record.moves_alone:  # a second copy means that the move is half done
         coming = segment.copying_to or segment.backup
         return segment.server == move.leaving and (coming == move.target or (not coming and room))
     apart = move.target not in (segment.server, segment.backup)
     return bool(stays_on(segment, move.leaving)) and apart and room
 
 
-_Wanted = tuple[BufferRecord, SegmentRecord, str, str, str]  # its source, what leaves, and where to if that is decided
+_Wanted = tuple[BufferRecord, SegmentRecord, str, str, str]  # the source, the leaving server, the target if decided
 
 
 def _lost(records: list[BufferRecord]) -> Iterator[_Wanted]:
@@ -175,7 +176,7 @@ def _lost(records: list[BufferRecord]) -> Iterator[_Wanted]:
 
 
 def _leaving(records: list[BufferRecord], pool: Pool) -> Iterator[_Wanted]:
-    """Of two copies that both are to leave the backup goes first: that costs no change of roles."""
+    """Yield the copies on drained servers. If both copies must leave, the backup goes first: that changes no roles."""
     for record in records if pool.draining else ():
         for segment in record.segments if record.replicas > 1 and record.ready else ():
             for leaving in (segment.backup, segment.server):
@@ -185,12 +186,12 @@ def _leaving(records: list[BufferRecord], pool: Pool) -> Iterator[_Wanted]:
 
 
 def _moves_out(record: BufferRecord, segment: SegmentRecord, pool: Pool) -> bool:
-    """Whether the one copy of a segment is on a server that is being drained, and can be copied to another one."""
+    """Whether the only copy of a segment is on a drained server and can be copied to another one."""
     return record.moves_alone and segment.server in pool.draining and not segment.backup and not segment.copying_to
 
 
 def _moving_out(records: list[BufferRecord], pool: Pool, bound: Container[int]) -> Iterator[_Wanted]:
-    """Of buffers with one copy: the other one is there for as long as the move takes."""
+    """Yield the segments of buffers with one copy on drained servers. They have a second copy during the move."""
     for record in records if pool.draining else ():
         for segment in record.segments:
             if segment.id not in bound and _moves_out(record, segment, pool):
@@ -198,7 +199,7 @@ def _moving_out(records: list[BufferRecord], pool: Pool, bound: Container[int]) 
 
 
 def _surplus(records: list[BufferRecord], pool: Pool, moves: Mapping[int, Move]) -> Iterator[Wish]:
-    """Copies that are one too many: of segments that have moved, or are not to move any more."""
+    """Yield the copies to drop: of segments that have moved, or whose move was given up."""
     for record in records:
         for segment in record.segments if record.replicas == 1 and record.ready else ():
             if segment.backup and pool.alive(segment.server) and pool.alive(segment.backup):

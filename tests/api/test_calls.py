@@ -454,8 +454,8 @@ def test_metadata_is_there_for_whoever_opens(connect: Connect) -> None:
     assert [info.metadata_json for info in two.list()] == ["", "", ""]
     for wrong, told in (
         ({"a": np.zeros(3)}, "ndarray"),
-        ({"a": "x" * (4 << 20)}, "room for 4 MiB"),
-        ([1], "no mapping"),
+        ({"a": "x" * (4 << 20)}, r"metadata \(as JSON\) may have at most 4 MiB"),
+        ([1], "must be a mapping"),
     ):
         with pytest.raises(smb.InvalidArgumentError, match=rf"create 't': .*{told}"):
             one.create("t", 10, metadata=wrong)  # type: ignore[arg-type]

@@ -51,9 +51,9 @@ def test_by_its_handle_a_buffer_is_meant_and_no_other_of_its_name(client: smb.Cl
     connect().rename("w", "kept")
     other = connect().create("w", 10)
     for meant in (mine, listed):
-        with pytest.raises(smb.NotFoundError, match=r'"w" is another buffer by now: .* renamed or deleted'):
+        with pytest.raises(smb.NotFoundError, match=r'"w" is another buffer now: .* renamed or deleted'):
             client.delete(meant)
-        with pytest.raises(smb.NotFoundError, match=r'rename of "w" to "v": "w" is another buffer by now'):
+        with pytest.raises(smb.NotFoundError, match=r'rename of "w" to "v": "w" is another buffer now'):
             client.rename(meant, "v")
         client.delete(meant, missing_ok=True)
     assert [info.name for info in client.list()] == ["kept", "w"]

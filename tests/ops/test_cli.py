@@ -120,7 +120,7 @@ def test_mirrors_are_made_shown_and_stopped(cluster: smb.LocalCluster, capsys: p
         assert json.loads(stat_here(capsys, cluster, "cli/published", "--json"))["mirrors"][0]["server"] == "server-1"
         code, _, err = relay("--to", "server-7")
         assert code == 1
-        assert 'no memory server "server-7"' in err
+        assert 'no memory server is named "server-7"' in err
         assert 'mirror of "cli/published" on server-7' in err
         assert "cli/published.mirror" not in err
         assert relay("--auto", "--stop")[0] == 1

@@ -113,7 +113,7 @@ def test_create_open_list_delete(coordinator: CoordinatorStub, servers: list[Fak
     assert names(coordinator) == ["model/w"]
     delete(coordinator, "model/w")
     assert not any(server.segments for server in servers)
-    with refused(Code.NOT_FOUND, 'no buffer "model/w"'):
+    with refused(Code.NOT_FOUND, 'no buffer "model/w" exists; `smb ls` lists the names; a timeout waits'):
         open_buffer(coordinator, "model/w")
     create(coordinator, "model/w")
 
@@ -159,7 +159,9 @@ def test_a_server_that_does_not_answer_fails_the_creation_in_time(
     """
     hung = servers[2]
     hung.hold = threading.Event()
-    with refused(Code.UNAVAILABLE, 'memory server "c"', "in time", "nothing was created. It counts as alive for "):
+    with refused(
+        Code.UNAVAILABLE, 'memory server "c"', "in time", "nothing was created. That server counts as alive for "
+    ):
         create(coordinator, server_names=["a", "b", "c"])
     assert not servers[0].segments
     assert not servers[1].segments
@@ -175,17 +177,20 @@ def test_wrong_requests_are_refused_as_such(coordinator: CoordinatorStub, server
     """Each class of mistake has its code and says what was asked; the coordinator serves on."""
     for wishes, told in (
         ({"name": "../w"}, '"../w" cannot name a buffer'),
-        ({"dtype": "complex64"}, 'no dtype "complex64"'),
+        ({"dtype": "complex64"}, 'not "complex64"'),
         ({"stripe_bytes": 1000}, "multiple of 4096"),
-        ({"replicas": 3}, "a buffer has 1 copy, or 2"),
-        ({"versions": 17}, "a buffer has 1 to 16"),
-        ({"packed_metadata": pack("[1]")}, 'create of "w": metadata is no JSON object'),
-        ({"packed_metadata": pack('{"a":' * 100_000)}, "nests deeper than 64"),
-        ({"packed_metadata": pack(" " * (4 << 20) + "{}")}, "metadata can't be unpacked: more than 4 MiB"),
-        ({"kind": pb.LOCK, "packed_metadata": pack("{}")}, 'lock "w": the coordinator decides its form and place'),
-        ({"kind": pb.LOCK}, 'lock "w": the coordinator decides its form and place'),
-        ({"kind": 7}, "there is no kind 7"),
-        ({"server_names": ["a", "x"]}, 'no memory server "x"'),
+        ({"replicas": 3}, "replicas must be 1 or 2"),
+        ({"versions": 17}, "versions must be from 1 to 16"),
+        ({"packed_metadata": pack("[1]")}, 'create of "w": metadata must be a JSON object'),
+        ({"packed_metadata": pack('{"a":' * 100_000)}, "is nested deeper than 64"),
+        ({"packed_metadata": pack(" " * (4 << 20) + "{}")}, "metadata cannot be unpacked: it has more than 4 MiB"),
+        (
+            {"kind": pb.LOCK, "packed_metadata": pack("{}")},
+            'lock "w": give only the name and the number of copies; the coordinator decides shape',
+        ),
+        ({"kind": pb.LOCK}, 'lock "w": give only the name and the number of copies; the coordinator decides shape'),
+        ({"kind": 7}, "kind 7 is unknown to this coordinator"),
+        ({"server_names": ["a", "x"]}, 'no memory server is named "x"'),
     ):
         with refused(Code.INVALID_ARGUMENT, told):
             create(coordinator, **wishes)
@@ -195,7 +200,7 @@ def test_wrong_requests_are_refused_as_such(coordinator: CoordinatorStub, server
         create(coordinator, nbytes=1 << 50)
     with refused(Code.RESOURCE_EXHAUSTED, "no room for"):
         create(coordinator, shape=[(1 << 64) - 1] * 4, dtype="float64")
-    with refused(Code.UNAVAILABLE, "4 servers asked, 3 alive"):
+    with refused(Code.UNAVAILABLE, "4 servers were asked for, 3 are alive"):
         create(coordinator, server_count=4)
     assert names(coordinator) == []
     create(coordinator)
@@ -468,7 +473,7 @@ def test_a_lock_has_one_home_whoever_comes_first(coordinator: CoordinatorStub, s
     assert (lock.kind, list(lock.shape), lock.dtype, lock.nbytes) == (pb.LOCK, [1], "int64", 8)
     assert (barrier.kind, list(barrier.shape), barrier.nbytes) == (pb.BARRIER, [8192], 65_536)
     assert names(coordinator) == []
-    with refused(Code.NOT_FOUND, 'no buffer "w"'):
+    with refused(Code.NOT_FOUND, 'no buffer "w" exists; `smb ls` lists the names'):
         delete(coordinator, "w")
     with refused(Code.NOT_FOUND, 'no buffer "lock:w"'):
         delete(coordinator, "lock:w")
@@ -477,7 +482,7 @@ def test_a_lock_has_one_home_whoever_comes_first(coordinator: CoordinatorStub, s
     assert len({lock.id, barrier.id, buffer.id}) == 3
     opened = coordinator.OpenBuffer(pb.OpenBufferRequest(name="w", kind=pb.LOCK))
     assert opened == use(pb.LOCK) == lock
-    with refused(Code.NOT_FOUND, 'no barrier "x"; nobody has used it yet'):
+    with refused(Code.NOT_FOUND, 'no barrier "x" exists; no client has used it yet'):
         coordinator.OpenBuffer(pb.OpenBufferRequest(name="x", kind=pb.BARRIER))
 
 
@@ -542,7 +547,7 @@ def test_a_start_that_cannot_be_says_why_in_one_line(daemons: Daemons, daemon: D
             (f"127.0.0.1:{port}", "fresh", f"cannot listen on 127.0.0.1:{port}: Address already in use"),
             (daemon.address, "fresh", "Address already in use"),
             ("127.0.0.1:0", "state", "in use by another coordinator"),
-            ("127.0.0.1:0", "etcd://127.0.0.1:2379", "it names no prefix"),
+            ("127.0.0.1:0", "etcd://127.0.0.1:2379", "keys is missing"),
             ("nonsense", "fresh", "an address must be HOST:PORT"),
         ):
             place = state if "://" in state else str(daemons.directory / state)

@@ -236,7 +236,7 @@ def test_what_no_transaction_takes_is_refused_by_name(etcd: EtcdCluster, daemons
             client.delete("larger")
             for number in range(64):
                 client.create(f"folder/{number}", 1)
-            with pytest.raises(smb.OutOfMemoryError, match="128 records at once"):
+            with pytest.raises(smb.OutOfMemoryError, match="the change has 128 records"):
                 client.rename_folder("folder", "other")
             client.delete("folder/0")
             client.rename_folder("folder", "other")
@@ -308,7 +308,7 @@ def test_records_move_to_etcd_and_back(etcd: EtcdCluster, daemons: Daemons) -> N
     back = ("coordinator", "migrate", "--from", state, "--to", directory)
     led = run_smb(*back)
     assert led.returncode == 1
-    assert "stop all coordinators" in led.stderr
+    assert "stop all of its coordinators" in led.stderr
     assert second.stop() == 0
     assert run_smb(*back).returncode == 0
     third = daemons.coordinator(address)

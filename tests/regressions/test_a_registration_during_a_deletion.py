@@ -53,7 +53,7 @@ def test_what_a_server_has_dropped_is_listed_no_more(tmp_path: Path, keeps: bool
         assert log.state.unexplained["a"] == {}
         assert log.state.taken_bytes("a") == 0
         if keeps:
-            with pytest.raises(errors.NotFoundError, match="holds more than the buffers do"):
+            with pytest.raises(errors.NotFoundError, match="holds more than the records say"):
                 await log.commit(ServerRenewed("a", 1, NBYTES))
         await store.close()
 

@@ -88,7 +88,9 @@ def test_what_was_deleted_stays_so(cluster: smb.LocalCluster, client: smb.Client
         else:
             client.delete("b")
 
-    with pytest.raises(smb.NotFoundError, match='create of "b": it was made, and deleted by somebody') as raised:
+    with pytest.raises(
+        smb.NotFoundError, match='create of "b": the buffer was created, but another client deleted it'
+    ) as raised:
         create(cluster.address, meanwhile)
     assert raised.value.outcome == "applied"
     assert [info.shape for info in client.list()] == ([(3,)] if replaced else [])

@@ -288,7 +288,7 @@ def test_opens_that_wait_have_a_bound(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
         waiting = [asyncio.ensure_future(opening(60_000)) for _ in range(2)]
         await asyncio.wait(waiting, timeout=0)
-        with pytest.raises(errors.OutOfMemoryError, match="2 opens with this certificate wait already"):
+        with pytest.raises(errors.OutOfMemoryError, match="2 opens with this certificate are waiting already"):
             await opening(60_000)
         with pytest.raises(errors.NotFoundError):
             await opening(0)

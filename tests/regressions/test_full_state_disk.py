@@ -308,7 +308,7 @@ def test_a_coordinator_starts_and_deletes_with_its_disk_full(disk: Path, daemons
                 stub.OpenSession(pb.OpenSessionRequest(client_name="one"), timeout=10)
                 stub.DeleteBuffer(pb.DeleteBufferRequest(name=f"w{number}"), timeout=10)
             assert not server.segments
-            assert re.match("RESOURCE_EXHAUSTED: .*what is left is for deletions", create(stub, "v"))
+            assert re.match("RESOURCE_EXHAUSTED: .*the reserve is for deletions", create(stub, "v"))
             assert health_of(second) == (503, "failing")
             stub.OpenSession(pb.OpenSessionRequest(client_name="one"), timeout=10)
             assert health_of(second) == (503, "failing")  # that one was stored, but a buffer could not be

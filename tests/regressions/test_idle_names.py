@@ -211,7 +211,9 @@ def test_names_that_are_freed_before_a_lease_ends_are_refused(tmp_path: Path) ->
     options = CoordinatorOptions(
         "127.0.0.1:0", str(tmp_path / "state"), "127.0.0.1:0", session_lease_s=10.0, idle_names_s=9.9
     )
-    with pytest.raises(smb.InvalidArgumentError, match=r"--idle-names 9\.9: use at least --session-lease, 10 seconds"):
+    with pytest.raises(
+        smb.InvalidArgumentError, match=r"--idle-names must be at least --session-lease \(10 seconds\), not 9\.9"
+    ):
         asyncio.run(process._start(options, AsyncExitStack()))
     assert not (tmp_path / "state").exists()
 

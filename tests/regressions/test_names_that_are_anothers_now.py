@@ -289,7 +289,7 @@ def test_what_is_like_a_buffer_is_like_that_one(connect: Connect) -> None:
     model = client.create("w", 8, stripe="64KiB")
     other.delete("w")
     other.create("w", 8, stripe="4KiB")
-    with pytest.raises(smb.NotFoundError, match='"w" is another buffer by now'):
+    with pytest.raises(smb.NotFoundError, match='"w" is another buffer now'):
         client.create("twin", like=model)
     assert [info.name for info in client.list()] == ["w"]
 

@@ -23,7 +23,7 @@ def test_lost_memory_does_not_account_for_other_memory() -> None:
     cluster.do(registration(cluster.state, server("a", 2)))
     assert cluster.state.missing["a"] == {segment.id}
     cluster.renew("a", 2)
-    with pytest.raises(errors.NotFoundError, match="it holds more than the buffers do"):
+    with pytest.raises(errors.NotFoundError, match="it holds more than the records say"):
         cluster.do(ServerRenewed("a", 2, 4096))
     (record,) = cluster.state.buffers.values()
     made = replace(record, segments=(replace(segment, epoch=5, made=5),))

@@ -29,13 +29,13 @@ def test_quotas_are_kept(daemons: Daemons) -> None:
     with smb.connect(coordinator.address) as client:
         first = client.create("team/first", (150_000,))
         with pytest.raises(
-            smb.OutOfMemoryError, match=r'"team/second".*namespace "team": .*KiB of 1 MiB allowed are used'
+            smb.OutOfMemoryError, match=r'"team/second".*namespace "team" may take 1 MiB, and .*KiB are used'
         ):
             client.create("team/second", like=first)
         client.create("team/second", (4,))
         with client.lock("team/lock"):
             pass
-        with pytest.raises(smb.OutOfMemoryError, match="3 buffers, locks and barriers are there, 3 are allowed"):
+        with pytest.raises(smb.OutOfMemoryError, match="may have 3 buffers, locks and barriers, and has 3 already"):
             client.create("team/third", (4,))
         assert client.create("team/second", (4,), exist_ok=True).size == 4
         for name in ("other/a", "third/a", "plain"):

@@ -186,7 +186,7 @@ def test_a_certificate_may_be_limited_to_namespaces(connect_as: Any, team: smb.C
         ):
             with pytest.raises(smb.PermissionDeniedError, match="limited to team/"):
                 refused()
-    with pytest.raises(smb.PermissionDeniedError, match="shows all of the cluster; use a certificate of role operator"):
+    with pytest.raises(smb.PermissionDeniedError, match="limited to namespaces; use a certificate of role operator"):
         team._session.coordinator.overview(5)
     assert '"buffers":' in everybody._session.coordinator.overview(5)
     with team.lock("team/lock", ttl=5), everybody.lock("other/lock", ttl=5):

@@ -1,4 +1,4 @@
-"""Problems, and what to do about them: from the coordinator's state and observations. Pure."""
+"""Finds problems in the coordinator's state and observations, and says what to do about each. Pure."""
 
 from __future__ import annotations
 
@@ -17,34 +17,37 @@ from smb.published import state_of
 
 LATE_S = 3.5  # a server renews every 2 s: one renewal was lost
 NEARLY_FULL, FULL = 0.9, 0.98  # of a server's capacity
-DEFERRED_S = 4.0  # longer than any healthy holder of a chunk's lock
-HELD_S = 60.0  # a lock that others wait for
+DEFERRED_S = 4.0  # longer than a healthy process holds a chunk's lock
+HELD_S = 60.0  # a lock that others wait for is reported after this time
 PENDING_S = 30.0
 STATE_LOW_BYTES = 64 << 20  # of the coordinator's disk; deploy/prometheus/alerts.yml has the same
-OTHER_ERRORS = 30  # in a minute: a client that does something wrong in a loop
+OTHER_ERRORS = 30  # in a minute; more suggest that a client repeats a wrong call in a loop
 NAMES_MAX = 4
 
 CRITICAL, WARNING, NOTE = "critical", "warning", "note"
 _ORDER = (CRITICAL, WARNING, NOTE)
-# Errors that clients meet in the course of things: a wait for the next round that ends is a "timeout", and a call that
-# finds its segment moved, or taken over by the other copy, is a "stale_epoch".
+# Errors that occur in normal use: a wait for the next round that ends is a "timeout", and a call whose segment has
+# moved, or was taken over by the other copy, is a "stale_epoch".
 USUAL = frozenset({"timeout", "busy", "disconnected", "broken", "session_ended", "lock_lost", "apart", "stale_epoch"})
 _STRANGE = {
-    "protocol": ("sent what is no frame", "Something else than a client of ours connects to its port: see who does."),
-    "version": ("spoke another version of the protocol", "Install the same version of smb on clients and servers."),
-    "denied": ("had no right to what they asked for", "See in its log who asked, and for what."),
+    "protocol": (
+        "were not in our protocol",
+        "A program that is not a client of this cluster connects to its port: find out which one.",
+    ),
+    "version": ("used another version of the protocol", "Install the same version of smb on clients and servers."),
+    "denied": ("asked for something that the client may not do", "Its log says who asked for what."),
     "checksum": (
-        "arrived spoilt",
-        "A network card or link on the way changes bytes: compare the hosts that it happens to.",
+        "arrived damaged",
+        "A network card or link on the way changes bytes: compare the hosts that are affected.",
     ),
     "system": ("failed in the operating system", "See its log; a limit on descriptors or memory is likely."),
-    "out_of_memory": ("found no memory", "Free buffers, or give the server's host more memory."),
+    "out_of_memory": ("were refused for lack of memory", "Delete buffers, or give the server's host more memory."),
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """`about` is ("server" or "buffer", its name), or ("", ""). `since` is seconds since 1970, 0 if nobody knows."""
+    """`about` is ("server" or "buffer", its name), or ("", ""). `since` is seconds since 1970; 0: unknown."""
 
     severity: str
     title: str
@@ -56,14 +59,14 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """The contents of a server: what lies there, by title, and apart from that of which buffers it has mirrors."""
+    """What lies on a server: titles, without mirrors, and the names of the buffers that have mirrors there."""
 
     titles: list[str] = field(default_factory=list)
     mirrored: list[str] = field(default_factory=list)
 
 
 def problems(state: State, seen: Seen, now: Instant) -> list[Problem]:
-    """Return what is wrong, the worst first."""
+    """Return the problems, the worst first."""
     found: list[Problem] = list(_of_coordinator(seen))
     gone = {name for name in state.servers if not state.alive(name, now)}
     held = _buffers_on(state, gone)
@@ -84,10 +87,10 @@ def problems(state: State, seen: Seen, now: Instant) -> list[Problem]:
 def _of_coordinator(seen: Seen) -> Iterator[Problem]:
     if seen.store_error:
         detail = (
-            f"{seen.store_error}. Nothing can be created, and nobody new can join once its reserve is used; "
-            f"open buffers go on."
+            f"{seen.store_error}. Nothing can be created, and no new client can join once the disk's reserve is used; "
+            f"work on open buffers goes on."
         )
-        action = "Make room on the disk of its --state, or see why it can't be written; it tries again by itself."
+        action = "Make room on the disk of its --state, or find out why it cannot be written. It tries again by itself."
         yield Problem(CRITICAL, "The coordinator cannot store anything", detail, action)
     elif seen.state_free_bytes is not None and seen.state_free_bytes < STATE_LOW_BYTES:
         detail = f"{format_bytes(seen.state_free_bytes)} are left. When it is full, nothing can be created."
@@ -115,16 +118,16 @@ def _of_gone_server(seen: Seen, server: ServerRecord, held: _Held) -> Problem:
     lost = []
     if held.titles:
         details.append(
-            f"It holds a part of {_listed(held.titles)}. Work on these over TCP waits for it and fails at the client's "
-            f"timeout; what was acknowledged is still in its host's memory."
+            f"It holds a part of {_listed(held.titles)}. Calls on these over TCP wait for it and fail at the client's "
+            f"timeout. Acknowledged changes are still in its host's memory."
         )
-        lost.append(f"delete and create again: {_listed(held.titles)}")
+        lost.append(f"delete and create again: {_listed(held.titles)} (smb rm NAME)")
     if held.mirrored:
-        details.append(f"It has mirrors of {_listed(held.mirrored)}: readers take other copies.")
+        details.append(f"It has mirrors of {_listed(held.mirrored)}: readers use other copies.")
         lost.append(f"stop its mirrors: {_stops(held.mirrored, server.name)}")
     action = (
-        f"On its host: smb-memserver --name {server.name} with the same --memory-dir as before. If the host itself was "
-        f"lost, {'; '.join(lost)}."
+        f"On its host, run: smb-memserver --name {server.name}, with the same --memory-dir as before. If the "
+        f"host itself was lost, {'; '.join(lost)}."
     )
     severity = CRITICAL if held.titles else WARNING
     return Problem(severity, what, " ".join(details), action, ("server", server.name), left or server.last_seen_at)
@@ -135,10 +138,10 @@ def _of_live_server(state: State, seen: Seen, server: ServerRecord, now: Instant
     silent_s = now.wall - server.last_seen_at
     if silent_s > LATE_S:
         detail = f"It renews every 2 s, and has not for {silent_s:.0f} s; after 6 s it counts as gone."
-        yield Problem(WARNING, f"{server.name} is late", detail, "See whether its host is overloaded.", about)
+        yield Problem(WARNING, f"{server.name} is late", detail, "Find out whether its host is overloaded.", about)
     if server.draining:
         held = state.allocation(server.name).segments
-        detail = f"{held} segments are left." if held else "It holds nothing any more."
+        detail = f"{held} segments are left." if held else "It holds no segments any more."
         action = f"smb drain {server.name} --wait says what stays." if held else "Stop it, or: smb undrain."
         yield Problem(NOTE, f"{server.name} is being drained", detail, action, about)
     yield from _of_capacity(seen, server)
@@ -151,7 +154,7 @@ def _of_live_server(state: State, seen: Seen, server: ServerRecord, now: Instant
             yield Problem(WARNING, f"{server.name}: {count} requests {what}", "In the last minute.", action, about)
         elif reason not in USUAL and count >= OTHER_ERRORS:
             title = f"{server.name} refused {count} requests: {reason.replace('_', ' ')}"
-            action = "A program repeats a call that fails: see the clients' messages."
+            action = "A program repeats a call that fails: see the clients' error messages."
             yield Problem(WARNING, title, "In the last minute.", action, about)
     if watch.load.deferred_requests and now.monotonic - watch.deferred_since >= DEFERRED_S:
         title = f"{server.name}: {watch.load.deferred_requests} requests wait for a chunk's lock"
@@ -166,7 +169,7 @@ def _of_capacity(seen: Seen, server: ServerRecord) -> Iterator[Problem]:
     free_bytes = max(0, server.capacity_bytes - server.used_bytes)
     if used >= NEARLY_FULL:
         detail = f"{format_bytes(free_bytes)} of {format_bytes(server.capacity_bytes)} are free."
-        action = "Delete buffers that nobody needs (smb ls), start another server, or offer more with --capacity."
+        action = "Delete buffers that are not needed (smb ls), start another server, or offer more with --capacity."
         title = f"{server.name} is full" if used >= FULL else f"{server.name} is nearly full"
         yield Problem(CRITICAL if used >= FULL else WARNING, title, detail, action, about)
     watch = seen.servers.get(server.name)
@@ -174,10 +177,10 @@ def _of_capacity(seen: Seen, server: ServerRecord) -> Iterator[Problem]:
     if promised < free_bytes:
         title = f"{server.name} promises more memory than its host has"
         capacity, kept = format_bytes(free_bytes), format_bytes(promised)
-        detail = f"Its capacity leaves {capacity}, its memory directory and memory limit {kept}."
+        detail = f"Its capacity leaves {capacity}, but its memory directory and memory limit leave {kept}."
         action = (
-            "Others fill that file system, or it or the limit is too small: raise it (a container's /dev/shm, "
-            "its memory), or lower --capacity"
+            "Other files fill that file system, or it or the memory limit is too small: raise it (a container's "
+            "/dev/shm, its memory), or lower --capacity"
         )
         yield Problem(WARNING, title, detail, action, about)
 
@@ -185,7 +188,7 @@ def _of_capacity(seen: Seen, server: ServerRecord) -> Iterator[Problem]:
 def _of_records(state: State, now: Instant) -> Iterator[Problem]:
     unheard = sorted(name for name in state.servers if state.alive(name, now) and not state.heard(name, now))
     if unheard:
-        detail = f"{_listed(unheard)}: this coordinator has not heard of them, and knows nothing of their memory."
+        detail = f"{_listed(unheard)}: not heard of since this coordinator leads, so their memory is unknown."
         title = f"{len(unheard)} memory {'server was' if len(unheard) == 1 else 'servers were'} not heard of yet"
         yield Problem(NOTE, title, detail, "They register within seconds, or count as gone after one lease.")
     for server, held in sorted(state.unexplained.items()):
@@ -193,9 +196,7 @@ def _of_records(state: State, now: Instant) -> Iterator[Problem]:
             continue
         nbytes = format_bytes(sum(each.nbytes for each in held.values()))
         title = f"{server} keeps {nbytes} that no record accounts for"
-        detail = (
-            f"{len(held)} segments are quarantined: they may be the last copies of what the records do not tell of."
-        )
+        detail = f"{len(held)} segments are quarantined: they may be the last copies of buffers that the records lack."
         action = f"See smb status. Restore newer records of the coordinator, or free the memory: smb forget {server}"
         yield Problem(WARNING, title, detail, action, ("server", server))
 
@@ -208,19 +209,19 @@ def _of_memory(state: State, lost_segments: Collection[int]) -> Iterator[Problem
         for server in {segment.server for segment in record.segments if segment.id in lost_segments}:
             lost[server].append(record)
     for server, held in _held(state, lost).items():
-        if not held.titles and not held.mirrored:  # what lies beside a mirror is made again
+        if not held.titles and not held.mirrored:  # only buffers beside mirrors, which are made again by themselves
             continue
         unusable, actions = [], []
         if held.titles:
             unusable.append(_listed(held.titles))
-            actions.append(f"Delete and create again: {_listed(held.titles)}.")
+            actions.append(f"Delete and create again: {_listed(held.titles)} (smb rm NAME).")
         if held.mirrored:
             unusable.append(f"mirrors of {_listed(held.mirrored)}")
             actions.append(
                 f"Make its mirrors anew: {_listed([f'smb relay {name} --to {server}' for name in held.mirrored])}."
             )
         detail = f"Its host was restarted, or its files were removed: {' and '.join(unusable)} cannot be used."
-        action = f"{' '.join(actions)} Servers and clients go on with all others."
+        action = f"{' '.join(actions)} Servers and clients go on with all other buffers."
         severity = CRITICAL if held.titles else WARNING
         yield Problem(severity, f"{server} came back without memory", detail, action, ("server", server))
 
@@ -234,9 +235,9 @@ def _of_waits(state: State, seen: Seen, now: Instant) -> Iterator[Problem]:
             held_s = now.monotonic - since
             if record is None or not wait.session_id or not wait.waiting or held_s < HELD_S:
                 continue
-            holder = state.client_names.get(wait.session_id, "a client that is not known")
-            title = f"{record.title}: {wait.waiting} wait for what {holder} has held for {held_s:.0f} s"
-            action = "If it should have let go: its process hangs but is renewed; end it, and the next is let in."
+            holder = state.client_names.get(wait.session_id, "an unknown client")
+            title = f"{record.title}: {wait.waiting} clients wait, and {holder} has held it for {held_s:.0f} s"
+            action = "If this is too long, its process hangs, though it renews its session: end it."
             about = ("buffer", record.name) if record.kind.value == "buffer" else ("", "")
             yield Problem(WARNING, title, "", action, about, now.wall - held_s)
 
@@ -246,16 +247,16 @@ def _of_clients(seen: Seen) -> Iterator[Problem]:
         return
     names = [name for _, name in seen.lost_clients]
     title = f"{len(names)} {'client was' if len(names) == 1 else 'clients were'} lost in the last 5 minutes"
-    detail = f"No renewal for the length of the lease: {_listed(names)}. Their locks and places were given up."
-    action = "If nobody killed them: were they stopped, or cut off? They must connect again."
+    detail = f"They did not renew within the lease: {_listed(names)}. Their locks and memberships have ended."
+    action = "If they were not ended on purpose, they were stopped or cut off, and must connect again."
     yield Problem(NOTE, title, detail, action, since=seen.lost_clients[-1][0])
 
 
 def _of_creations(state: State, now: Instant) -> Iterator[Problem]:
     for record in state.buffers.values():
         if not record.ready and now.wall - record.created_at > PENDING_S:
-            detail = f"Asked of {_listed([segment.server for segment in record.segments])}."
-            title = f"{record.title} has been in the making for {now.wall - record.created_at:.0f} s"
+            detail = f"It was asked of {_listed([segment.server for segment in record.segments])}."
+            title = f"{record.title} has been in creation for {now.wall - record.created_at:.0f} s"
             yield Problem(WARNING, title, detail, "See these servers' logs.", since=record.created_at)
 
 
@@ -268,17 +269,17 @@ def _of_copies(state: State, now: Instant) -> Iterator[Problem]:
         copying = sum(bool(segment.copying_to) for segment in lost)
         full = pool is not None and without_room(record, pool, bundles)
         detail = (
-            f"{len(lost)} of its {len(record.segments)} segments have one copy, {copying} of them are being copied. "
+            f"{len(lost)} of its {len(record.segments)} segments have one copy; {copying} of these are being copied. "
             f"If a server with one of these is lost, data is lost."
         )
-        wait = "Wait: smb stat shows how far it is."
-        action = "Start another memory server: no other one has room." if full else wait
+        wait = "Wait: smb stat shows the progress."
+        action = "Start another memory server: no other one has room for the copies." if full else wait
         title = f"{record.title} is degraded"
         yield Problem(WARNING if full else NOTE, title, detail, action, ("buffer", record.name))
 
 
 def owners_of(state: State, seen: Seen) -> dict[int, BufferRecord]:
-    """Return what the segments belong to at which something is held or waited for."""
+    """Return, by segment, the record of each segment at which a lock or wait was reported."""
     wanted = {wait.segment_id for watch in seen.servers.values() for wait in watch.load.waits}
     if not wanted:
         return {}
@@ -291,14 +292,15 @@ def _buffers_on(state: State, servers: set[str]) -> dict[str, _Held]:
     """Return what lies on each of the servers."""
     found: dict[str, list[BufferRecord]] = {server: [] for server in servers}
     for record in state.buffers.values() if servers else ():
-        if record.ready:  # of two copies those that have none elsewhere
+        if record.ready:  # only segments without a second copy elsewhere
             for server in {segment.server for segment in record.segments if not segment.backup} & servers:
                 found[server].append(record)
     return _held(state, found)
 
 
 def _held(state: State, found: dict[str, list[BufferRecord]]) -> dict[str, _Held]:
-    """Return that with mirrors told apart, which go with what lies beside them, and told by their states. Sorted."""
+    """Return the titles and mirrors on each server, sorted. A mirror includes the buffers beside it, and is listed by
+    the name of its source."""
     sources = {each.id: each.name for each in state.buffers.values()} if found else {}
     held = {server: _Held() for server in sorted(found)}
     for server, records in found.items():

@@ -1,7 +1,7 @@
-"""The coordinator's recent observations, for people: loads that servers report, who came and went. In memory, bounded.
+"""The coordinator's recent observations for people: loads that servers report, and events. In memory, bounded.
 
 Nothing is decided by it, and it is lost with the process. Threads: the event loop writes, the pages' threads read; one
-lock around all of it.
+lock guards all of it.
 """
 
 from __future__ import annotations
@@ -31,16 +31,17 @@ from smb.coordinator.events import (
 from smb.coordinator.state import State
 from smb.rpc import control_pb2 as pb
 
-STEP_S = 2.0  # a server renews every 2 s: finer steps would show nothing more
+STEP_S = 2.0  # servers renew every 2 s, so finer steps would show nothing more
 SPAN_S = 300.0
-LAG_S = 2.5  # some server may not have reported its last seconds yet
-RECENT_S = 60.0  # over which errors are counted
+LAG_S = 2.5  # some servers may not have reported these last seconds yet
+RECENT_S = 60.0  # the time over which errors are counted
 LOST_CLIENTS_S = 300.0
 EVENTS_MAX = 200
 LOST_CLIENTS_MAX = 1000
 FAILED_MAX = 1000
 
-# Operations that move bytes to servers, from them, and within them. The others are handshakes and waits.
+# Operations that move bytes to servers (IN), from them (OUT), and within them (WITHIN). Others are handshakes and
+# waits.
 IN = frozenset({"write", "accumulate", "fetch_add", "compare_swap"})
 OUT = frozenset({"read"})
 WITHIN = frozenset({"fill", "accumulate_from", "apply"})
@@ -48,7 +49,7 @@ WITHIN = frozenset({"fill", "accumulate_from", "apply"})
 
 @dataclass(frozen=True, slots=True)
 class Amounts:
-    """Operations on data, and bytes to servers, from them and within them: since a server's start, or a second."""
+    """Operations on data, and bytes to servers, from them and within them: since a server's start, or per second."""
 
     operations: float = 0.0
     in_bytes: float = 0.0
@@ -56,7 +57,7 @@ class Amounts:
     within_bytes: float = 0.0
 
     def minus(self, other: Amounts) -> Amounts:
-        """Return the difference, at least 0: those of local clients lie in memory that these may write."""
+        """Return the difference, at least 0. Counts of local clients lie in memory that these clients may change."""
         return Amounts(
             max(0, self.operations - other.operations),
             max(0, self.in_bytes - other.in_bytes),
@@ -82,7 +83,7 @@ class LoadRates:
 
 
 def amounts_of(load: pb.ServerLoad) -> Amounts:
-    """Sum up what a server did since its start."""
+    """Return the sum of what a server did since its start."""
     operations = moved_in = moved_out = within = 0
     for done in load.operations:
         if done.kind in IN:
@@ -115,7 +116,7 @@ class Bins:
         self._bins: deque[tuple[int, list[float]]] = deque(maxlen=int(SPAN_S / STEP_S) + 4)
 
     def add(self, since: float, until: float, amounts: Amounts) -> None:
-        """Spread what happened between two moments of the monotonic clock evenly over the steps there."""
+        """Spread amounts evenly over the steps between two moments of the monotonic clock."""
         if until <= since:
             return
         since = max(since, until - SPAN_S)
@@ -127,7 +128,7 @@ class Bins:
                     values[i] += share * amount
 
     def history(self, now: Instant) -> History:
-        """Return the rates of the steps that are complete."""
+        """Return the rates of the complete steps."""
         end = math.floor((now.monotonic - LAG_S) / STEP_S)  # the first step that is not shown
         count = int(SPAN_S / STEP_S)
         rates: list[list[float]] = [[0.0] * count for _ in range(3)]
@@ -146,7 +147,7 @@ class Bins:
                 break
         else:
             if len(self._bins) == self._bins.maxlen:
-                return [0.0] * 3  # older than all that is kept
+                return [0.0] * 3  # older than the oldest step that is kept
         fresh = [0.0] * 3
         if self._bins and self._bins[-1][0] > number:
             self._insert(number, fresh)
@@ -155,7 +156,7 @@ class Bins:
         return fresh
 
     def _insert(self, number: int, fresh: list[float]) -> None:
-        """Put it in order: a server that was silent tells late what it did in steps that others left out."""
+        """Insert a step in order. A server that was silent reports late, for steps that other servers had left out."""
         later = []
         while self._bins and self._bins[-1][0] > number:
             later.append(self._bins.pop())
@@ -165,8 +166,9 @@ class Bins:
 
 @dataclass(frozen=True, slots=True)
 class ServerWatch:
-    """The last report of one run of a server. `rates` are per second, between its last two renewals; None after one.
-    `errors_recently` are those of the last minute, by reason. `deferred_since` is monotonic; 0: nothing is deferred.
+    """The last report of one run of a server. `rates` are per second, between its last two renewals; None after the
+    first. `errors_recently` counts the last minute's errors by reason. `deferred_since` is monotonic; 0: no request is
+    deferred.
     """
 
     instance_id: int
@@ -176,32 +178,32 @@ class ServerWatch:
     rates: Amounts | None = None
     errors_recently: Mapping[str, int] = field(default_factory=dict)
     deferred_since: float = 0.0
-    segments: Mapping[int, LoadRates] = field(default_factory=dict)  # those that were busy
+    segments: Mapping[int, LoadRates] = field(default_factory=dict)  # busy segments only
     sessions: Mapping[int, LoadRates] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """All of it at one moment; the mappings belong to the reader."""
+    """All observations at one moment. The mappings belong to the reader."""
 
     started_at: float
     servers: Mapping[str, ServerWatch]
-    left: Mapping[str, float]  # servers that stopped cleanly: when
-    sessions_since: Mapping[int, float]  # those of before our start are not there
-    lost_clients: Sequence[tuple[float, str]]  # when, who; the last minutes'
-    held_since: Mapping[tuple[int, str, int], float]  # (segment, kind, token): when it was seen first, monotonic
-    events: Sequence[tuple[float, int, str]]  # when, level of the logging module, what; newest last
+    left: Mapping[str, float]  # when each server stopped cleanly
+    sessions_since: Mapping[int, float]  # without sessions that are older than this process
+    lost_clients: Sequence[tuple[float, str]]  # (when, client name), of the last minutes
+    held_since: Mapping[tuple[int, str, int], float]  # when (segment, kind, token) was first seen, monotonic
+    events: Sequence[tuple[float, int, str]]  # (when, level of the logging module, text), newest last
     history: History
-    failed_calls: Mapping[str, int] = field(default_factory=dict)  # by method, in the last minute: faults of ours
-    store_error: str = ""  # why nothing can be stored
-    state_free_bytes: int | None = None  # of the store's disk, where that is known
+    failed_calls: Mapping[str, int] = field(default_factory=dict)  # calls by method that met a bug, in the last minute
+    store_error: str = ""  # why the store cannot be written
+    state_free_bytes: int | None = None  # of the store's disk; None: unknown
     workers: Mapping[str, Sequence[WorkerSeen]] = field(default_factory=dict)  # by training
     furthest: Mapping[str, int] = field(default_factory=dict)  # the last known round, by training
-    states: Mapping[str, Sequence[ClientReport]] = field(default_factory=dict)  # who publishes or reads, by state
+    states: Mapping[str, Sequence[ClientReport]] = field(default_factory=dict)  # publishers and readers, by state
 
 
 class EventWatch:
-    """Sees every event and every load. `seen` tells all."""
+    """Records all events and load reports. `seen` returns them."""
 
     def __init__(self, now: Instant) -> None:
         self._started_at = now.wall
@@ -218,23 +220,23 @@ class EventWatch:
         self._failed: deque[tuple[float, str]] = deque(maxlen=FAILED_MAX)
         self.trainings = Trainings()
         self.states = ReportedStates()
-        # The store's own report: why it can't be written, and the room of its disk.
+        # Returns why the store cannot be written, and the free bytes of its disk.
         self.look_at_store: Callable[[], tuple[str, int | None]] = lambda: ("", None)
 
     def failed(self, method: str, now: Instant) -> None:
-        """Take note of a call that failed inside the coordinator."""
+        """Record a call that met a bug inside the coordinator."""
         with self._lock:
             self._failed.append((now.monotonic, method))
 
     def lock_holder(self, server: str, segment_id: int) -> int:
-        """Return the session that holds a segment's lock, by the server's last report; 0 if that names none."""
+        """Return the session that holds a segment's lock, by the server's last report; 0 if that report names none."""
         with self._lock:
             watch = self._servers.get(server)
         waits = watch.load.waits if watch is not None else ()
         return next((wait.session_id for wait in waits if wait.kind == "lock" and wait.segment_id == segment_id), 0)
 
     def record_load(self, name: str, instance_id: int, load: pb.ServerLoad, now: Instant) -> None:
-        """Take note of a server's load, from a renewal that was granted."""
+        """Record a server's load, from a renewal that was granted."""
         with self._lock:
             known = self._servers.get(name)
             fresh = ServerWatch(instance_id, load, now.monotonic, amounts_of(load))
@@ -250,7 +252,7 @@ class EventWatch:
             self._servers[name] = fresh
 
     def saw(self, event: Event, before: State, committed: Committed, now: Instant) -> None:
-        """Take note of an event that was stored."""
+        """Record an event that was stored."""
         with self._lock:
             match event:
                 case SessionRenewed(session_id, _):
@@ -266,7 +268,7 @@ class EventWatch:
                     for session_id in over:
                         self._sessions.pop(session_id, None)
                         self._lost_clients.append((now.wall, before.client_names[session_id]))
-                # Workers of a deleted training may tell of it until they have left.
+                # Workers of a deleted training may still report it until they leave.
                 case BufferDeleted(name) | BufferMade(name):
                     self.trainings.deleted(name)
                 case ServerRegistered(server):

@@ -1,9 +1,10 @@
 """The state of the cluster for people, as JSON: the one view model of the page at / and of `smb top`. docs/run.md
-has its fields. What follows from the facts (which stage a training is in, what a wait is called, what belongs to a
-training) is concluded here; the page and `smb top` format and arrange it.
+describes its fields. Conclusions from the facts are made here (a training's stage, a wait's title, the buffers of a
+training); the page and `smb top` only format and arrange them.
 
-Pure but for `Overview`, which keeps the last answer for a while, so that many who look cost as much as one. Lists are
-bounded: what is left out is counted. Ids of sessions are not shown: who knows one could shut its client out.
+Pure except for `Overview`, which keeps the last answer for a while, so that many viewers cost as much as one. Lists are
+bounded, and the number of entries left out is included. Ids of sessions are not shown, because whoever knows the id of
+a session could shut its client out.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from smb.errors import NotFoundError
 from smb.rpc import control_pb2 as pb
 from smb.rpc import metadata
 
-FORM = 1  # of the JSON; grows when a field changes its meaning or goes
+FORM = 1  # version of the JSON; grows when a field is removed or changes its meaning
 BUFFERS_MAX = 500
 CLIENTS_MAX = 500
 WAITS_MAX = 200
@@ -42,11 +43,11 @@ WORKERS_MAX = 64  # of one training
 STATES_MAX = 200
 READERS_MAX = 64  # of one published state
 TENSORS_MAX = 1000  # of one buffer
-TRAINING = "smb.train"  # the key of its settings in the metadata of a training's weights (smb/train/group.py)
+TRAINING = "smb.train"  # the key of a training's settings in the metadata of its weights (smb/train/group.py)
 TENSORS = "smb.tensors"  # the key of named tensors (smb/tensors.py)
-PARTS_MAX = 32  # servers of one buffer in the list of all
+PARTS_MAX = 32  # servers shown for one buffer in the list of all
 FRESH_S = 1.0
-SHARE = 10  # in a huge cluster no more than a tenth of the coordinator's time goes into being watched
+SHARE = 10  # in a huge cluster, at most one tenth of the coordinator's time goes into this view
 
 Look = Callable[[], tuple[State, Instant]]
 Json = dict[str, Any]
@@ -54,12 +55,12 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True)
 class Moment:
-    """One moment of all that is known."""
+    """The state and all observations at one moment."""
 
     state: State
     seen: Seen
     now: Instant
-    salt: bytes = b""  # for keys that stand for sessions
+    salt: bytes = b""  # for the keys that replace session ids on the page
 
     @cached_property
     def alive(self) -> frozenset[str]:
@@ -68,7 +69,7 @@ class Moment:
 
     @cached_property
     def lost(self) -> frozenset[int]:
-        """Segments whose memory is gone."""
+        """Segments whose memory was lost."""
         return self.state.lost_segments(self.now)
 
     @cached_property
@@ -79,7 +80,7 @@ class Moment:
 
     @cached_property
     def states(self) -> dict[str, BufferRecord]:
-        """The published states, by name, without their mirrors."""
+        """The published states by name, without their mirrors."""
         listed = (record for record in self.state.listed() if record.metadata and record.versions > 1)
         return {
             record.name: record
@@ -95,7 +96,7 @@ class Moment:
 
     @cached_property
     def busy_sessions(self) -> dict[int, LoadRates]:
-        """The load that each busy session makes, at all servers."""
+        """The load that each busy session makes, summed over all servers."""
         found: dict[int, LoadRates] = {}
         for name, server in self.state.servers.items():
             watch = self.watch_of(server) if name in self.alive else None
@@ -104,7 +105,7 @@ class Moment:
         return found
 
     def training_of(self, name: str) -> str | None:
-        """Return the training that a buffer belongs to."""
+        """Return the training to which a buffer belongs; None for other buffers."""
         if name in self.trainings:
             return name
         parts = name.split("/")
@@ -123,7 +124,7 @@ class Moment:
         return "late" if self.now.wall - server.last_seen_at > LATE_S else "alive"
 
     def watch_of(self, server: ServerRecord) -> ServerWatch | None:
-        """Return the last report of this run of the server, None if there is none."""
+        """Return the last report of this run of the server; None if there is none."""
         watch = self.seen.servers.get(server.name)
         return watch if watch is not None and watch.instance_id == server.instance_id else None
 
@@ -149,7 +150,7 @@ def overview(view: Moment, address: str) -> Json:
         "states": [_state(view, record) for record in states],
         "clients": clients[:CLIENTS_MAX],
         "waits": waits[:WAITS_MAX],
-        "of_trainings": {  # of the rows above: those that belong to a training
+        "of_trainings": {  # of the rows above, those that belong to a training
             "buffers": sum(1 for row in rows if row["training"]),
             "waits": sum(1 for row in waits[:WAITS_MAX] if row["training"]),
         },
@@ -166,10 +167,10 @@ def overview(view: Moment, address: str) -> Json:
 
 
 def server_detail(view: Moment, name: str, history: History) -> Json:
-    """Return all of one server. Raises NotFoundError."""
+    """Return the details of one server. Raises NotFoundError."""
     server = view.state.servers.get(name)
     if server is None:
-        raise NotFoundError(f'no memory server "{name}"')
+        raise NotFoundError(f'no memory server is named "{name}"')
     watch = view.watch_of(server)
     load = watch.load if watch else pb.ServerLoad()
     on_it = [_held(view, record, name) for record in view.state.buffers.values() if record.ready]
@@ -199,10 +200,10 @@ def server_detail(view: Moment, name: str, history: History) -> Json:
 
 
 def buffer_detail(view: Moment, name: str) -> Json:
-    """Return all of one buffer, but for its metadata. Raises NotFoundError."""
+    """Return the details of one buffer, without its metadata. Raises NotFoundError."""
     record = view.state.find(Kind.BUFFER, name)
     if record is None:
-        raise NotFoundError(f'no buffer "{name}"')
+        raise NotFoundError(f'no buffer is named "{name}"')
     segments = [
         {
             "index": index,
@@ -226,10 +227,10 @@ def buffer_detail(view: Moment, name: str) -> Json:
 
 
 def training_detail(view: Moment, name: str, past: Rounds) -> Json:
-    """Return all of one training. Raises NotFoundError."""
+    """Return the details of one training. Raises NotFoundError."""
     record = view.trainings.get(name)
     if record is None:
-        raise NotFoundError(f'no training "{name}"')
+        raise NotFoundError(f'no training is named "{name}"')
     inside = [other for other in view.state.listed() if view.training_of(other.name) == name]
     workers = view.seen.workers.get(name, ())
     return {
@@ -250,7 +251,7 @@ def training_detail(view: Moment, name: str, past: Rounds) -> Json:
 
 
 class OverviewJson:
-    """The JSON texts, for any thread."""
+    """Answers with JSON texts, for any thread."""
 
     def __init__(self, look: Look, watch: EventWatch, address: str, mirrors: Mirrors) -> None:
         self._look = look
@@ -263,7 +264,7 @@ class OverviewJson:
         self._text = b""
 
     def all(self) -> bytes:
-        """Return the JSON of everything in brief, at most a second old."""
+        """Return the JSON overview of the cluster, at most a second old."""
         with self._lock:
             state, now = self._look()
             if now.monotonic >= self._due:
@@ -275,21 +276,21 @@ class OverviewJson:
             return self._text
 
     def server(self, name: str) -> bytes:
-        """Return the JSON of all of one server. Raises NotFoundError."""
+        """Return the JSON details of one server. Raises NotFoundError."""
         view = self._view()
         return _text(server_detail(view, name, self._watch.history_of(name, view.now)))
 
     def buffer(self, name: str) -> bytes:
-        """Return the JSON of all of one buffer. Raises NotFoundError."""
+        """Return the JSON details of one buffer. Raises NotFoundError."""
         view = self._view()
         detail = buffer_detail(view, name)
         record = view.state.find(Kind.BUFFER, name)
         found = self._mirrors.messages(view.state, record, view.now) if record is not None else []
-        known = any(each.alive for each in found)  # else nobody told since what is published
+        known = any(each.alive for each in found)  # only a live mirror has reported the latest generation
         return _text(detail | {"mirrors": [_mirror(each, detail["size"], known) for each in found]})
 
     def training(self, name: str) -> bytes:
-        """Return the JSON of all of one training. Raises NotFoundError."""
+        """Return the JSON details of one training. Raises NotFoundError."""
         view = self._view()
         return _text(training_detail(view, name, self._watch.trainings.rounds(name, view.now)))
 
@@ -369,7 +370,7 @@ def _rates(amounts: Amounts) -> Json:
 
 
 def _shown(view: Moment, buffers: Sequence[BufferRecord]) -> list[BufferRecord]:
-    """Return the buffers by name; of too many those that are not well, and the largest."""
+    """Return the buffers by name. If they are too many: the unhealthy ones, and the largest."""
     if len(buffers) > BUFFERS_MAX:
         buffers = sorted(buffers, key=lambda record: (_health(view, record) == "ok", -record.nbytes))[:BUFFERS_MAX]
     return sorted(buffers, key=lambda record: record.name)
@@ -408,14 +409,14 @@ def _busy(busy: LoadRates) -> Json:
 
 @lru_cache(maxsize=4096)
 def _settings(_id: int, packed: bytes) -> Json:
-    """Return a training's settings as its first worker stored them, empty if the buffer is no training's."""
+    """Return a training's settings as its first worker stored them; empty if the buffer has none."""
     text = metadata.unpack(packed)
     found = json.loads(text).get(TRAINING) if f'"{TRAINING}"' in text else None
     return found if isinstance(found, dict) and isinstance(found.get("scheme"), str) else {}
 
 
 def _first_trainings(view: Moment) -> list[BufferRecord]:
-    """Return the trainings by name; of too many those with workers first."""
+    """Return the trainings by name. If they are too many, those with workers come first."""
     records = sorted(view.trainings.values(), key=lambda record: record.name)
     if len(records) > TRAININGS_MAX:
         records = sorted(records, key=lambda record: record.name not in view.seen.workers)[:TRAININGS_MAX]
@@ -444,7 +445,7 @@ def _training(view: Moment, record: BufferRecord) -> Json:
 
 
 def _stage(health: str, workers: Sequence[Json]) -> str:
-    """Return what a training is at: its memory first (away, lost), then whether anybody trains it (trains, idle)."""
+    """Return a training's stage: by its memory (away, lost), or else by its workers (trains, idle)."""
     return {"gone": "away", "lost": "lost"}.get(health, "trains" if workers else "idle")
 
 
@@ -466,7 +467,7 @@ def _worker(view: Moment, seen: WorkerSeen) -> Json:
 
 
 def _first_states(view: Moment) -> list[BufferRecord]:
-    """Return the published states by name; of too many those that somebody publishes or reads first."""
+    """Return the published states by name. If they are too many, those with publishers or readers come first."""
     records = sorted(view.states.values(), key=lambda record: record.name)
     if len(records) > STATES_MAX:
         records = sorted(records, key=lambda record: record.name not in view.seen.states)[:STATES_MAX]
@@ -497,7 +498,7 @@ def _with_others(name: str, others: int) -> str:
 
 
 def _who(view: Moment, record: BufferRecord) -> Json:
-    """Return who publishes and who reads a state, those that are furthest behind first."""
+    """Return the publishers and the readers of a state, those furthest behind first."""
     publishers, readers = _publishers_and_readers(view, record.name)
     generation = _generation(publishers, readers)
     readers = sorted(readers, key=lambda seen: (seen.report.generation, _client_of(view, seen)))
@@ -515,7 +516,7 @@ def _publishers_and_readers(view: Moment, name: str) -> tuple[list[ClientReport]
 
 
 def _generation(publishers: Sequence[ClientReport], readers: Sequence[ClientReport]) -> int:
-    """Return the latest that was told; 0: none."""
+    """Return the latest reported generation; 0: none was reported."""
     return max((seen.report.generation for seen in (*publishers, *readers)), default=0)
 
 
@@ -535,7 +536,7 @@ def _client_of(view: Moment, seen: ClientReport) -> str:
 
 
 def _tensors(record: BufferRecord) -> Json:
-    """Return the named tensors in a buffer, the first of them."""
+    """Return the first named tensors of a buffer."""
     text = metadata.unpack(record.metadata)
     found = json.loads(text).get(TENSORS) if f'"{TENSORS}"' in text else None
     table = found.items() if isinstance(found, dict) else ()
@@ -548,12 +549,12 @@ def _tensors(record: BufferRecord) -> Json:
 
 
 def _extents(shape: Any) -> list[int]:
-    """Return a shape of metadata, where any program may have stored anything."""
+    """Return a shape from metadata, whose contents are unchecked because any program may have stored them."""
     return [extent for extent in shape if isinstance(extent, int)] if isinstance(shape, list) else []
 
 
 def _health(view: Moment, record: BufferRecord) -> str:
-    """Return ok, unheard or gone (a server is), or lost (a server came back without its memory)."""
+    """Return ok, unheard or gone (of a server), or lost (a server came back without the memory)."""
     if view.lost and any(segment.id in view.lost for segment in record.segments):
         return "lost"
     states = {view.server_state(segment.server) for segment in record.segments}
@@ -561,7 +562,7 @@ def _health(view: Moment, record: BufferRecord) -> str:
 
 
 def _parts(record: BufferRecord) -> list[Json]:
-    """Return what each server has of it, in the layout's order."""
+    """Return the buffer's part on each server, in the layout's order."""
     sizes: dict[str, int] = defaultdict(int)
     for segment in record.segments:
         sizes[segment.server] += segment.nbytes
@@ -569,7 +570,7 @@ def _parts(record: BufferRecord) -> list[Json]:
 
 
 def _held(view: Moment, record: BufferRecord, server: str) -> Json:
-    """Return what the server has of a buffer, lock or barrier; 0 segments: nothing."""
+    """Return the server's part of a buffer, lock or barrier; 0 segments if it has none."""
     sizes = [segment.nbytes for segment in record.segments if segment.server == server]
     return {
         "name": record.name,
@@ -590,13 +591,13 @@ def _clients(view: Moment, waits: list[Json]) -> list[Json]:
     for session_id, name in state.client_names.items():
         left_s = max(0.0, state.session_leases.ends.get(session_id, now.monotonic) - now.monotonic)
         key = _key(view, session_id)
-        since = view.seen.sessions_since.get(session_id, 0.0)  # 0: before the coordinator started
+        since = view.seen.sessions_since.get(session_id, 0.0)  # 0: older than this coordinator's process
         clients.append(
             {
                 "key": key,
                 "name": name,
                 "since": since,
-                "connected_s": round(now.wall - (since or view.seen.started_at), 1),  # at least, where since is 0
+                "connected_s": round(now.wall - (since or view.seen.started_at), 1),  # a lower bound if since is 0
                 "silent_s": round(max(0.0, lease_s - left_s), 1),
                 "lease_s": lease_s,
                 "lease_left_s": round(left_s, 1),
@@ -608,7 +609,7 @@ def _clients(view: Moment, waits: list[Json]) -> list[Json]:
 
 
 def _waits(view: Moment) -> list[Json]:
-    """Return what is held and waited for, what most wait for first; trainings' own come last."""
+    """Return the locks and waits, those with most waiters first; those of trainings come last."""
     owners = owners_of(view.state, view.seen)
     waits = []
     for server, watch in view.seen.servers.items():
@@ -645,7 +646,7 @@ def _wait(view: Moment, watch: ServerWatch, server: str, wait: pb.Wait, owner: B
 
 
 def _title(wait: pb.Wait, owner: BufferRecord) -> str:
-    """Return what is held, or waited for, in words."""
+    """Return in words what is held or waited for."""
     name = owner.name
     if wait.kind == "barrier":
         return f"barrier {name}: {wait.arrived} of {wait.parties} are there"
@@ -676,7 +677,7 @@ def _history(view: Moment, history: History) -> Json:
 
 
 def _first(rows: Iterable[Json], most: int, by: str) -> list[Json]:
-    """Return the rows by name; of too many those that are not well, and the largest."""
+    """Return the rows by name. If they are too many: the unhealthy ones, and the largest."""
     rows = list(rows)
     if len(rows) > most:
         rows = sorted(rows, key=lambda row: (row["state"] == "ok", -row[by]))[:most]
@@ -684,5 +685,5 @@ def _first(rows: Iterable[Json], most: int, by: str) -> list[Json]:
 
 
 def _key(view: Moment, session_id: int) -> str:
-    """Return what stands for a session on the page: the same during this run, and of no use elsewhere."""
+    """Return a key that replaces a session's id on the page. It is the same during this run, and useless elsewhere."""
     return hashlib.blake2b(session_id.to_bytes(8, "little"), key=view.salt, digest_size=6).hexdigest()

@@ -1,5 +1,5 @@
-"""The page at / and its JSON, over the coordinator's address for metrics. Read only; everything comes from here: no
-build step, no outside resources.
+"""The page at / and its JSON, on the coordinator's address for metrics. Read only. All files are served from here;
+there is no build step and no outside resource.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from smb.errors import NotFoundError
 
 _DIRECTORY = Path(__file__).parent / "web"
 _KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
-# Nothing inline, nothing from elsewhere, in no frame: no name becomes a script, even where we forgot about it.
+# Nothing inline, nothing from other origins, in no frame: so a name is never run as a script, even if we fail to quote
+# it.
 _HEADERS = (
     (
         "Content-Security-Policy",
@@ -28,12 +29,12 @@ _HEADERS = (
     ("Referrer-Policy", "no-referrer"),
     ("Cross-Origin-Resource-Policy", "same-origin"),
     ("Cross-Origin-Opener-Policy", "same-origin"),
-    ("Cache-Control", "no-cache"),  # asked for each time; the tag makes that cheap
+    ("Cache-Control", "no-cache"),  # browsers ask each time; the tag makes that cheap
 )
 
 
 class DashboardServer:
-    """The room: what it sees, what it answers, and its page. Calls of the page come from any thread."""
+    """The dashboard: what it receives, what it answers, and its page. The page calls it from any thread."""
 
     def __init__(self, look: Look, look_at_store: LookAtStore, address: str, mirrors: Mirrors) -> None:
         self.watch = EventWatch(look()[1])
@@ -47,7 +48,7 @@ class DashboardServer:
                 )
 
     def __call__(self, path: str, query: str) -> Answer | None:
-        """Return the answer to GET path?query, None if there is no such page."""
+        """Return the answer to GET path?query; None if no such page exists."""
         if path in self._files:
             return self._files[path]
         try:

@@ -1,5 +1,5 @@
-"""Clients' reports of the published states that they publish or read, which come with their sessions' renewals: for
-people, in memory, bounded.
+"""Clients' reports of the published states that they publish or read. They come with the renewals of sessions, and are
+for people only. In memory, bounded.
 
 Nothing is decided by it. One lock; the event loop writes, the pages' threads read.
 """
@@ -33,7 +33,7 @@ class ReportedStates:
         self._reports: dict[int, list[ClientReport]] = {}
 
     def record_reports(self, session_id: int, reports: Iterable[pb.StateReport], now: Instant) -> None:
-        """Store a session's reports, instead of those before."""
+        """Replace a session's reports by these."""
         seen = [ClientReport(session_id, report, now.monotonic) for report in list(reports)[:REPORTS_MAX]]
         with self._lock:
             if seen:
@@ -42,7 +42,7 @@ class ReportedStates:
                 self._reports.pop(session_id, None)
 
     def ended(self, session_ids: Iterable[int]) -> None:
-        """Forget sessions that are over."""
+        """Forget sessions that have ended."""
         with self._lock:
             for session_id in session_ids:
                 self._reports.pop(session_id, None)

@@ -1,4 +1,5 @@
-"""Workers' reports of their trainings, which come with their sessions' renewals: for people, in memory, bounded.
+"""Workers' reports of their trainings. They come with the renewals of sessions, and are for people only. In memory,
+bounded.
 
 Nothing is decided by it. One lock; the event loop writes, the pages' threads read.
 """
@@ -14,15 +15,15 @@ from dataclasses import dataclass
 from smb.coordinator.events import Instant
 from smb.rpc import control_pb2 as pb
 
-STEP_S = 2.0  # as often as workers tell
+STEP_S = 2.0  # the interval of workers' reports
 SPAN_S = 300.0
 REPORTS_MAX = 16  # of one session
-TRAININGS_MAX = 256  # whose past is kept
+TRAININGS_MAX = 256  # with a history
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerSeen:
-    """One worker's last report. `samples_per_s` is since the one before; None while it is unknown."""
+    """One worker's last report. `samples_per_s` is the rate since its previous report; None: unknown."""
 
     session_id: int
     report: pb.TrainingReport
@@ -32,7 +33,7 @@ class WorkerSeen:
 
 @dataclass(frozen=True, slots=True)
 class Rounds:
-    """How far a training was, per step of time, oldest first; the last step ends at `end` (seconds since 1970)."""
+    """A training's progress per step of time, oldest first; the last step ends at `end` (seconds since 1970)."""
 
     step_s: float
     end: float
@@ -56,7 +57,7 @@ class Trainings:
         self._past: dict[str, _Past] = {}
 
     def record_reports(self, session_id: int, reports: Iterable[pb.TrainingReport], now: Instant) -> None:
-        """Store a session's reports. A training that it no longer reports is over for it."""
+        """Store a session's reports. A training that the session no longer reports is removed."""
         with self._lock:
             known = self._workers.pop(session_id, {})
             fresh: dict[str, WorkerSeen] = {}
@@ -73,13 +74,13 @@ class Trainings:
                 self._workers.pop(session_id, None)
 
     def ended(self, session_ids: Iterable[int]) -> None:
-        """Forget sessions that are over."""
+        """Forget sessions that have ended."""
         with self._lock:
             for session_id in session_ids:
                 self._workers.pop(session_id, None)
 
     def deleted(self, name: str) -> None:
-        """Forget the past of a training: the next of its name is another one."""
+        """Forget the history of a deleted training: the next one of its name is another one."""
         with self._lock:
             self._past.pop(name, None)
 
@@ -95,12 +96,13 @@ class Trainings:
         return found
 
     def furthest(self) -> Mapping[str, int]:
-        """Return the furthest clock that a worker of each training told, also of those that nobody is in now."""
+        """Return the furthest clock that a worker of each training reported, including trainings without workers
+        now."""
         with self._lock:
             return {name: past.furthest for name, past in self._past.items()}
 
     def rounds(self, name: str, now: Instant) -> Rounds:
-        """Return a training's last minutes."""
+        """Return a training's history of the last minutes."""
         end = math.floor(now.monotonic / STEP_S)  # the first step that is not shown
         count = int(SPAN_S / STEP_S)
         rounds, samples = [0.0] * count, [0.0] * count

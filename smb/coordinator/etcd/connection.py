@@ -1,7 +1,8 @@
-"""Calls to a cluster of etcd: several addresses, TLS, a user's token; repeated at the next address until a deadline.
+"""Calls to an etcd cluster: several addresses, TLS, a user's token; repeated at the next address until a deadline.
 
-An attempt that was not answered may have been carried out, or may be yet: who repeats must see to it that this does no
-harm, and `Refused.repeated` tells that a refusal is the answer to a repetition. All of it runs in one event loop.
+An attempt without an answer may have been carried out, or may be carried out later. A caller that repeats a request
+must make sure that this does no harm; `RefusedError.repeated` says that an earlier attempt had no answer. All of it
+runs in one event loop.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ from smb.errors import Error, InvalidArgumentError
 from smb.security.credentials import Credentials, Current, load_directory
 
 USER_FILE = "user"
-# An answer takes milliseconds, or a disk's flush. After this time another member is asked: the first may be cut off.
+# An answer takes milliseconds, or a disk's flush. After this time another member is asked, as the first may be cut off.
 ATTEMPT_S = 1.5
-_PAUSE_FIRST_S, _PAUSE_MAX_S = 0.1, 0.5  # after all members failed at once
-_FAULT_S = 0.3  # for a look at a member that did not answer: its caller has waited for long already
+_PAUSE_FIRST_S, _PAUSE_MAX_S = 0.1, 0.5  # between tries after all members have failed
+_FAULT_S = 0.3  # for a look at a member that did not answer; it is short because the caller has waited for long already
 
 _log = logging.getLogger("coordinator")
 Reply = TypeVar("Reply", bound=Message)
@@ -47,7 +48,7 @@ _METHODS: dict[type[Message], tuple[str, type[Message]]] = {
     pb.AuthenticateRequest: ("/etcdserverpb.Auth/Authenticate", pb.AuthenticateResponse),
 }
 _KEEP_ALIVE = "/etcdserverpb.Lease/LeaseKeepAlive"
-# Errors that say nothing about the request: another member may answer, or this one later.
+# Errors that do not concern the request itself: another member may answer, or this one later.
 _PASSING = frozenset(
     {
         grpc.StatusCode.UNAVAILABLE,
@@ -63,21 +64,21 @@ _OLD_TOKEN = ("invalid auth token", "revision in header is old")
 
 
 class SilentError(Error):
-    """No member answered in time. The request may have been executed, or may still be."""
+    """No member answered in time. The request may have been carried out, or may still be."""
 
 
 class RefusedError(Error):
-    """A member refused. `repeated`: an earlier attempt was not answered, and this says nothing of that one."""
+    """A member refused. `repeated`: an earlier attempt had no answer, and the refusal says nothing about that one."""
 
     def __init__(self, message: str, *, full: bool, repeated: bool) -> None:
         super().__init__(message)
-        self.full = full  # its quota of space is used up
+        self.full = full  # etcd's quota of space is used up
         self.repeated = repeated
 
 
 @dataclass(frozen=True, slots=True)
 class EtcdLocation:
-    """Where the records are: members' addresses, and what all keys begin with."""
+    """Where the records are: the members' addresses, and the prefix of all keys."""
 
     endpoints: tuple[str, ...]
     prefix: str
@@ -92,9 +93,7 @@ class EtcdLocation:
         prefix = prefix.strip("/")
         shape = f"write {ETCD}HOST:PORT,HOST:PORT,HOST:PORT/PREFIX"
         if not prefix or not prefix.isprintable():
-            raise InvalidArgumentError(
-                f"--state {text}: it names no prefix, under which this cluster's keys are; {shape}"
-            )
+            raise InvalidArgumentError(f"--state {text}: the prefix of this cluster's keys is missing; {shape}")
         try:
             for address in addresses.split(","):
                 parse_address(address)
@@ -116,7 +115,8 @@ class Access:
 
     @staticmethod
     def of(directory: Path | None) -> Access:
-        """Read a directory: `ca.pem`, `cert.pem`, `key.pem`; and `user`, a line NAME:PASSWORD, where etcd has roles.
+        """Read the files of a directory: `ca.pem`, `cert.pem`, `key.pem`, and, if etcd has roles, `user` with one line
+        NAME:PASSWORD.
 
         Raises InvalidArgumentError.
         """
@@ -135,12 +135,12 @@ class Access:
         else:
             user, colon, password = line.strip().partition(":")
             if not colon or not user or not password or "\n" in password:
-                raise InvalidArgumentError(f"{file}: it takes one line, NAME:PASSWORD")
+                raise InvalidArgumentError(f"{file} must have one line, NAME:PASSWORD")
         return Access(load_directory(directory), user, password)
 
 
 def fault_of(address: str, credentials: Credentials) -> str:
-    """Return what TLS has against that member or against us, as the end of a sentence; empty: nothing. Blocks for some
+    """Return the TLS fault between us and that member as the end of a sentence; empty: none was found. Blocks for some
     tenths of a second at most.
     """
     host, port = parse_address(address)
@@ -158,12 +158,12 @@ def fault_of(address: str, credentials: Credentials) -> str:
     except ssl.SSLError as error:
         return f"; it does not take our certificate {credentials.certificate_path}: {error.reason}"
     except OSError:
-        pass  # the network's, of which gRPC has told
+        pass  # a failure of the network, which gRPC reports itself
     return ""
 
 
 class Etcd:
-    """A cluster of etcd. `close` it."""
+    """A client of an etcd cluster. Call `close` at the end."""
 
     def __init__(
         self,
@@ -172,14 +172,14 @@ class Etcd:
         connections: Connections | None = None,
         draw: Callable[[], float] = own_random.random,
     ) -> None:
-        """`connections`: how members are reached; None: over the network. `draw`: numbers from 0 to 1, which spread the
-        pauses between tries.
+        """`connections`: how members are reached; None: over the network. `draw` returns numbers from 0 to 1, which
+        spread the pauses between tries.
         """
         self._draw = draw
         self._endpoints = endpoints
         self._access = access
         self._token = ""
-        self._at = 0  # the member that answered last
+        self._at = 0  # the index of the member that answered last
         self._connect = (connections or GrpcConnections()).etcd_channel
         self._current = Current(access.credentials) if access.credentials is not None else None
         self._used = access.credentials
@@ -195,36 +195,37 @@ class Etcd:
         await asyncio.gather(*self._replaced)
 
     async def range(self, request: pb.RangeRequest, timeout_s: float) -> pb.RangeResponse:
-        """Read; of all that was stored before, whichever member answers. Raises SilentError, RefusedError."""
+        """Read keys. The result has everything stored before the call, whichever member answers. Raises SilentError,
+        RefusedError."""
         return await self._call(request, pb.RangeResponse, timeout_s)
 
     async def transact(self, request: pb.TxnRequest, timeout_s: float) -> tuple[pb.TxnResponse, bool]:
-        """Return the answer, and whether an earlier attempt was not answered. Raises SilentError, RefusedError."""
+        """Return the answer, and whether an earlier attempt had no answer. Raises SilentError, RefusedError."""
         repeated: list[str] = []
         return await self._call(request, pb.TxnResponse, timeout_s, repeated), bool(repeated)
 
     async def grant(self, lease_s: int, timeout_s: float) -> pb.LeaseGrantResponse:
-        """Make a lease. Raises SilentError, RefusedError."""
+        """Make a lease of that duration. Raises SilentError, RefusedError."""
         return await self._call(pb.LeaseGrantRequest(TTL=lease_s), pb.LeaseGrantResponse, timeout_s)
 
     async def revoke(self, lease_id: int, timeout_s: float) -> None:
-        """End a lease, and the keys under it. Raises SilentError, RefusedError."""
+        """End a lease and delete the keys under it. Raises SilentError, RefusedError."""
         await self._call(pb.LeaseRevokeRequest(ID=lease_id), pb.LeaseRevokeResponse, timeout_s)
 
     async def keep_alive(self, lease_id: int, timeout_s: float) -> int:
-        """Renew a lease; return its seconds, 0 if it is gone. Raises SilentError, RefusedError."""
+        """Renew a lease and return its seconds; 0 if it has ended. Raises SilentError, RefusedError."""
         reply = await self._call(pb.LeaseKeepAliveRequest(ID=lease_id), pb.LeaseKeepAliveResponse, timeout_s)
         return int(reply.TTL)
 
     async def _call(
         self, request: Message, kind: type[Reply], timeout_s: float, repeated: list[str] | None = None
     ) -> Reply:
-        """`repeated` gets why each attempt that may have been carried out was not answered."""
+        """`repeated` receives, for each attempt that may have been carried out, why it had no answer."""
         now = asyncio.get_running_loop().time
         end = now() + timeout_s
         unanswered = [] if repeated is None else repeated
         failures, renewed = 0, False
-        backoff: Backoff | None = None  # made when it is needed: most calls need none
+        backoff: Backoff | None = None  # made when needed, because most calls need no pause
         while True:
             at = self._at
             left_s = end - now()
@@ -244,7 +245,7 @@ class Etcd:
                 if "failed to connect" not in details.lower() and _BUSY not in details:
                     unanswered.append(details)
             failures += 1
-            if self._at == at:  # else another call has gone on already
+            if self._at == at:  # unless another call has moved to the next member already
                 self._at = (at + 1) % len(self._endpoints)
             if now() >= end:
                 raise SilentError(f"{self} does not answer ({self._endpoints[at]}: {details}{await self._fault(at)})")
@@ -261,7 +262,7 @@ class Etcd:
                 method, request_serializer=type(request).SerializeToString, response_deserializer=reply.FromString
             )
             answer: Any = await call(request, timeout=timeout_s, metadata=metadata)
-        else:  # a stream, of which one pair is taken
+        else:  # the method is a stream, of which one request and one answer are used
             stream = channel.stream_stream(
                 _KEEP_ALIVE,
                 request_serializer=pb.LeaseKeepAliveRequest.SerializeToString,
@@ -279,7 +280,7 @@ class Etcd:
         self._token = reply.token
 
     def _channel_of_now(self, at: int) -> grpc.aio.Channel:
-        """The one to a member, with the certificate that the files hold now. Calls under way end over the other."""
+        """Return the channel to a member, made with the current certificate. Calls in progress end on the old one."""
         found = self._current.now() if self._current is not None else None
         if found is not self._used:
             self._used = found
@@ -291,8 +292,8 @@ class Etcd:
         return self._channels[at]
 
     async def _fault(self, at: int) -> str:
-        """What a member has against our certificate, as the end of a sentence: with TLS 1.3 it refuses that after the
-        handshake, and gRPC tells of a closed socket alone.
+        """Return what a member has against our certificate, as the end of a sentence. With TLS 1.3 a member refuses the
+        certificate after the handshake, and gRPC reports only a closed socket.
         """
         if self._used is None:
             return ""

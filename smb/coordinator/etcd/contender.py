@@ -1,4 +1,4 @@
-"""A coordinator that leads whose records are in etcd: it stands by, is elected, leads, and stands by again."""
+"""A coordinator with its records in etcd: it stands by, is elected, leads, and stands by again."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from smb.coordinator.options import ETCD, CoordinatorOptions
 from smb.coordinator.store import DeposedError, StoreError
 from smb.daemon.process import notify
 
-LOOK_S = 0.5  # how often one that stands by looks whether there is a leader
-_TROUBLE_FIRST_S, _TROUBLE_MAX_S = 0.25, 1.0  # before etcd is asked again after it failed
+LOOK_S = 0.5  # how often a coordinator that stands by looks for a leader
+_TROUBLE_FIRST_S, _TROUBLE_MAX_S = 0.25, 1.0  # pauses before etcd is asked again after a failure
 
 _log = logging.getLogger("coordinator")
 
 
 def contender_of(options: CoordinatorOptions) -> Callable[[Around, ShownLeader], Contender] | None:
-    """Return what makes the contender of these options, None if the records are not in etcd. Raises
-    InvalidArgumentError, also for credentials that are no good.
+    """Return a function that makes the contender for these options; None if the records are not in etcd. Raises
+    InvalidArgumentError, also for invalid credentials.
     """
     access = Access.of(options.etcd_credentials)
     if not options.state.startswith(ETCD):
@@ -34,7 +34,7 @@ def contender_of(options: CoordinatorOptions) -> Callable[[Around, ShownLeader],
 
 
 class Contender:
-    """One coordinator of several. `run` it until cancelled, then `close` it."""
+    """One of several coordinators. `run` it until cancelled, then `close` it."""
 
     def __init__(
         self, location: EtcdLocation, access: Access, lease_s: int, around: Around, shown: ShownLeader
@@ -46,7 +46,7 @@ class Contender:
         self._around = around
         self._shown = shown
         self._complained = ""
-        self.leader_known = asyncio.Event()  # it leads, or knows who does
+        self.leader_known = asyncio.Event()  # set once this coordinator leads or knows the leader
 
     async def run(self) -> None:
         """Stand by and lead, in turns."""
@@ -64,11 +64,10 @@ class Contender:
         return Backoff(_TROUBLE_FIRST_S, _TROUBLE_MAX_S, draw=self._draw)
 
     async def close(self) -> None:
-        """Close the connections to etcd."""
         await self._etcd.close()
 
     async def _stand_by(self) -> Lead | None:
-        """Return the lead once it is ours."""
+        """Stand by until this coordinator is elected, and return its lead."""
         around, announced = self._around, ""
         while True:
             leader = await leader_of(self._etcd, self._location)
@@ -107,7 +106,7 @@ class Contender:
             _log.info("leads, from revision %d of etcd on", lead.term)
             notify(f"STATUS=leads at {around.front.address}")
             reason = await lead.lost
-            _log.error("leads no more: %s", reason)
+            _log.error("does not lead any more: %s", reason)
             around.health.stand_by("", reason)
 
     def _trouble(self, text: str) -> None:

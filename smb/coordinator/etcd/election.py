@@ -1,10 +1,11 @@
-"""Which of several coordinators leads: the one whose key is in etcd, under a lease that it keeps alive.
+"""Elects one of several coordinators: the leader is the one whose key is in etcd, under a lease that it keeps alive.
 
-Invariant: a change is made only while the leader's key is the one that we made, which the transaction itself compares.
-A leader counts its lease from before it asked for it, so it stops answering before etcd lets another one lead.
+Invariant: a change is made only while the leader's key is the one that this coordinator made; the transaction itself
+compares it. A leader counts its lease from before it asked for the lease, so it stops answering before etcd lets
+another one lead.
 
-A transaction whose answer is missing is sent again, and the first one may arrive after the second. So each that puts
-something also moves `head`, and compares it with what it was: of two of the same only one is carried out.
+A transaction without an answer is sent again, and the first one may arrive after the second. So each transaction that
+puts something also moves `head`, and compares it with its former value: only one of two equal transactions succeeds.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ from smb.coordinator.store import DeposedError, StoreError, StoreFullError
 _KEEPS_PER_LEASE = 4
 _ASK_S = 5.0
 _HEAD_FORMAT = "1"
-_LEADER_PARTS_MAX = 16  # brackets and commas in what names the leader
+_LEADER_PARTS_MAX = 16  # brackets and commas in the value of the leader's key
 
 _log = logging.getLogger("coordinator")
 
 
 @dataclass(frozen=True, slots=True)
 class Leader:
-    """The leader: its name, and the revision at which its term began."""
+    """The leader: its address, and the revision at which its term began."""
 
     address: str
     term: int
@@ -46,7 +47,7 @@ def _head_key(location: EtcdLocation) -> bytes:
 
 
 async def leader_of(etcd: Etcd, location: EtcdLocation, timeout_s: float = _ASK_S) -> Leader | None:
-    """Return who leads now. Raises SilentError, RefusedError."""
+    """Return the current leader; None if there is none. Raises SilentError, RefusedError."""
     found = await etcd.range(pb.RangeRequest(key=_leader_key(location)), timeout_s)
     for each in found.kvs:
         try:
@@ -60,13 +61,13 @@ async def leader_of(etcd: Etcd, location: EtcdLocation, timeout_s: float = _ASK_
 async def campaign(
     etcd: Etcd, location: EtcdLocation, address: str, lease_s: int, outside: Outside | None = None
 ) -> Lead | None:
-    """Try once to become the leader. Return the lead, None if another has it. `outside`: None: this host's clocks.
-    Raises SilentError, RefusedError, StoreError if the records are of another version.
+    """Try once to become the leader. Returns the lead; None if another coordinator leads. `outside`: None for this
+    host's clocks. Raises SilentError, RefusedError, and StoreError if the records are of another version.
     """
     outside = outside or Outside()
     asked_at = outside.boot_s()
     granted = await etcd.grant(lease_s, _ASK_S)
-    # Random, so that we know our own key where the first answer was lost.
+    # The random id lets us recognize our own key if the first answer was lost.
     value = json.dumps({"address": address, "id": f"{outside.new_id():016x}"}).encode()
     key = _leader_key(location)
     look = [_get(key), _get(_head_key(location))]
@@ -83,7 +84,10 @@ async def campaign(
     known = head[0].value if head else b""
     if known and known.split()[0].decode(errors="replace") != _HEAD_FORMAT:
         await etcd.revoke(granted.ID, _ASK_S)
-        raise StoreError(f"{location} is of another version: this coordinator writes version {_HEAD_FORMAT}")
+        raise StoreError(
+            f"{location} has another format version than {_HEAD_FORMAT}, which this coordinator uses; start the "
+            f"release that wrote it, or give another prefix"
+        )
     return Lead(etcd, location, granted.ID, float(granted.TTL), leader[0].create_revision, known, asked_at, outside)
 
 
@@ -92,7 +96,7 @@ def _get(key: bytes) -> pb.RequestOp:
 
 
 class Lead:
-    """The lead of one coordinator, until it is lost. `keep` it, and `close` it."""
+    """The lead of one coordinator, until it is lost. Run `keep` meanwhile, and call `close` at the end."""
 
     def __init__(
         self,
@@ -119,22 +123,22 @@ class Lead:
 
     @property
     def holds(self) -> bool:
-        """Whether nobody else can lead now."""
+        """Whether no other coordinator can lead now."""
         return not self._reason and self._now() < self._kept_at + self._lease_s
 
     def lose(self, reason: str) -> None:
-        """Lead no more, from this moment on."""
+        """Stop leading at once."""
         if not self._reason:
             self._reason = reason
             if not self.lost.done():
                 self.lost.set_result(reason)
 
     async def keep(self) -> None:
-        """Keep the lease until it is lost, or until cancelled. However this ends, the lead does."""
+        """Keep the lease alive until it is lost or the task is cancelled. Either way the lead ends."""
         try:
             await self._keep()
         finally:
-            self.lose("its lease is kept no more")
+            self.lose("its lease is not renewed any more")
 
     async def _keep(self) -> None:
         while not self._reason:
@@ -155,17 +159,17 @@ class Lead:
                     _log.warning("%s", error)
 
     async def check(self) -> None:
-        """Raise DeposedError unless the leader's key is ours, SilentError or RefusedError if nobody can say."""
+        """Raise DeposedError unless the leader's key is ours, and SilentError or RefusedError if that is unknown."""
         found = await leader_of(self._etcd, self._location)
         if found is None or found.term != self.term:
-            self.lose(f"{found.address} leads" if found else "somebody took its key away")
+            self.lose(f"{found.address} leads" if found else "its key was removed from etcd")
             raise self._deposed()
 
     async def change(self, operations: Sequence[pb.RequestOp]) -> None:
-        """Do all of it, or nothing. Not more than one at a time.
+        """Make all of these changes, or none. Only one call at a time is allowed.
 
-        Raises StoreError if etcd refuses it, and nothing was changed; DeposedError if we do not lead, or nobody
-        knows whether it was done.
+        Raises StoreError if etcd refuses, and then nothing was changed. Raises DeposedError if this coordinator does
+        not lead, or if the outcome is unknown.
         """
         if not self.holds:
             raise self._deposed()
@@ -192,7 +196,7 @@ class Lead:
         )
 
     async def _transact(self, operations: Sequence[pb.RequestOp], head: bytes) -> None:
-        """Send it until it is answered. `head` is what it moves the head to, or leaves it at."""
+        """Send the transaction until it is answered. `head` is the head's value after it."""
         request, end = self._fenced(operations), self._now() + self._lease_s
         unanswered = False
         while True:
@@ -201,7 +205,7 @@ class Lead:
             except SilentError as error:
                 unanswered = True
                 if not self.holds or self._now() >= end:
-                    self.lose(f"it can store nothing: {error}")
+                    self.lose(f"etcd does not answer: {error}")
                     raise self._deposed("unknown") from None
                 continue
             except RefusedError as error:
@@ -210,7 +214,7 @@ class Lead:
             if not reply.succeeded:
                 leader, there = (response.response_range.kvs for response in reply.responses)
                 ours = bool(leader) and leader[0].create_revision == self.term
-                # Moved by ourselves: an attempt that was not answered was carried out.
+                # The head was moved by our own earlier attempt, which was carried out though it had no answer.
                 moved = head != self._head and bool(there) and there[0].value == head
                 if not (ours and moved and (unanswered or repeated)):
                     self.lose("another coordinator leads")
@@ -220,8 +224,9 @@ class Lead:
     async def _refused(
         self, error: RefusedError, unanswered: bool, operations: Sequence[pb.RequestOp], head: bytes
     ) -> None:
-        """Return where it was done all the same: etcd says of a transaction that used up its quota that it had no room,
-        and may have carried it out. Raises StoreError if it was not, DeposedError if nobody knows.
+        """Return normally if the transaction was carried out all the same: etcd may carry out a transaction that uses
+        up its quota, and answer that it has no room. Raises StoreError if it was not carried out, and DeposedError if
+        that is unknown.
         """
         try:
             done = error.full and await self._was_done(operations, head)
@@ -230,12 +235,12 @@ class Lead:
         if done:
             return
         if unanswered:
-            # An attempt may still arrive, and the refusal says nothing of that one: who leads next reads what is there.
-            self.lose(f"it is not known what became of a change: {error}")
+            # An attempt may still arrive, and the refusal says nothing about it. The next leader reads the result.
+            self.lose(f"the outcome of a change is unknown: {error}")
             raise self._deposed("unknown")
         if error.full:
             raise StoreFullError(
-                f"cannot write: {error}; compact and defragment it, then disarm its alarm; nothing was changed"
+                f"cannot write: {error}; nothing was changed. Compact and defragment etcd, then disarm its alarm"
             )
         raise StoreError(f"cannot write: {error}; nothing was changed")
 
@@ -243,20 +248,20 @@ class Lead:
         if head != self._head:
             found = await self._etcd.range(pb.RangeRequest(key=_head_key(self._location)), _ASK_S)
             return bool(found.kvs) and found.kvs[0].value == head
-        first = operations[0].request_delete_range.key  # all of it was done, or nothing
+        first = operations[0].request_delete_range.key  # all operations were carried out, or none
         return not (await self._etcd.range(pb.RangeRequest(key=first), _ASK_S)).kvs
 
     async def close(self) -> None:
-        """Let another coordinator lead at once, if we still do."""
+        """Let another coordinator lead at once, if this one still leads."""
         self.lose("it stops")
         try:
             await self._etcd.revoke(self._lease_id, 1.0)
         except (SilentError, RefusedError) as error:
-            _log.info("the lead ends with its lease: %s", error)
+            _log.info("another coordinator can lead once the lease runs out: %s", error)
 
     def _deposed(self, outcome: str = "not applied") -> DeposedError:
         reason = self._reason or "its lease ran out"
         return DeposedError(
-            f"this coordinator leads no more ({reason}); ask the others",
+            f"this coordinator does not lead any more ({reason}); ask the other coordinators",
             outcome="unknown" if outcome == "unknown" else "not applied",
         )

@@ -1,7 +1,7 @@
 """Moves a coordinator's records from one store to another, and checks them there, record by record.
 
-At no moment can both stores be served: the old one is marked as moved before the new one is given free. Cut off
-anywhere, the same call does it again from the beginning.
+At no moment can both stores be served: the old one is marked as moved before the new one is released. If it is cut off
+anywhere, the same call starts again from the beginning.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ _OWN_NAME = "smb coordinator migrate"
 
 
 async def migrate(source: str, target: str, etcd_credentials: Path | None) -> int:
-    """Move everything from one place to the other; both are as --state has them. Return how many records there are.
+    """Move all records from one place to the other, both given as for --state. Return the number of records.
 
-    Raises UnavailableError if a coordinator runs on either, InvalidArgumentError if the target has records of its own.
-    Raises StoreError if one of them cannot be read or written.
+    Raises UnavailableError if a coordinator runs on either store, InvalidArgumentError if the target has records of its
+    own, and StoreError if a store cannot be read or written.
     """
     access = Access.of(etcd_credentials)
     if not source.startswith(ETCD) and not Path(source).is_dir():
-        raise InvalidArgumentError(f"--from {source}: there is no such directory")
+        raise InvalidArgumentError(f"--from {source}: this directory does not exist")
     async with _opened(source, access) as old, _opened(target, access) as new:
         there, records = await new.load(), await old.load()
         mark = records.pop(MIGRATION, "")
         if not records:
-            raise InvalidArgumentError(f"--from {source}: there are no records")
+            raise InvalidArgumentError(f"--from {source}: there are no records in this store; nothing was changed")
         if mark and not (mark == _MOVED.format(target) and there.get(MIGRATION) == _COMING.format(source)):
             raise InvalidArgumentError(f"--from {source}: its records are not the current ones: {mark}")
         if there and MIGRATION not in there:
-            raise InvalidArgumentError(f"--to {target}: there are records of a cluster; nothing was changed")
+            raise InvalidArgumentError(f"--to {target}: it has records of a cluster already; nothing was changed")
         for part in _parts({MIGRATION: _COMING.format(source)}):
             await new.change(part)
         gone = dict.fromkeys(key for key in there if key not in records and key != MIGRATION)
@@ -57,11 +57,13 @@ async def _check(store: Store, records: Mapping[str, str], target: str) -> None:
     found.pop(MIGRATION, None)
     wrong = [key for key in found.keys() | records.keys() if found.get(key) != records.get(key)]
     if wrong:
-        raise StoreError(f"{target}: {len(wrong)} records are not what was written, such as {min(wrong)}")
+        raise StoreError(
+            f"{target}: {len(wrong)} records differ from what was written, such as {min(wrong)}; repeat the command"
+        )
 
 
 def _parts(changes: Mapping[str, str | None]) -> Iterator[dict[str, str | None]]:
-    """Cut into what one transaction takes."""
+    """Split the changes into parts that each fit into one transaction."""
     part: dict[str, str | None] = {}
     nbytes = 0
     for key, text in changes.items():
@@ -91,7 +93,7 @@ async def _opened(where: str, access: Access) -> AsyncIterator[Store]:
         if lead is None:
             leader = await leader_of(etcd, location)
             name = leader.address if leader else "another one"
-            raise UnavailableError(f"{where} is led by {name}; stop all coordinators of it first")
+            raise UnavailableError(f"{where} is in use: {name} leads; stop all of its coordinators first")
         async with cancelled_at_end(lead.keep()):
             try:
                 yield EtcdStore(etcd, location, lead)

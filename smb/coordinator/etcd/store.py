@@ -1,7 +1,7 @@
 """A Store in etcd, for the coordinator that leads.
 
-Limits of etcd as it is shipped: 128 operations in a transaction, 1.5 MiB in a request. A record that does not fit is
-refused by name before anything is stored.
+Default limits of etcd: 128 operations in a transaction, 1.5 MiB in a request. A record that does not fit is refused by
+name before anything is stored.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from smb.coordinator.etcd.election import Lead
 from smb.coordinator.store import SEQUENCE, StoreError
 from smb.errors import OutOfMemoryError
 
-CHANGES_MAX = 127  # of one transaction; one operation is the head's
-RECORDS_MAX = CHANGES_MAX - 1  # one more is the number of the change
-TRANSACTION_BYTES_MAX = 1_500_000  # of etcd's 1.5 MiB: the rest is for its own frame
-_PAGE = 1000  # records of one read
+CHANGES_MAX = 127  # in one transaction; the 128th operation is the head's
+RECORDS_MAX = CHANGES_MAX - 1  # one operation is the number of the change
+TRANSACTION_BYTES_MAX = 1_500_000  # of etcd's 1.5 MiB; the rest is for the request's own frame
+_PAGE = 1000  # records in one read
 _READ_S = 30.0
 
 
 def records_range(location: EtcdLocation) -> tuple[bytes, bytes]:
-    """Return what the keys of records begin with, and the first key behind them."""
+    """Return the range of the records' keys: the first possible key, and the first key after the range."""
     return f"{location.prefix}/r/".encode(), f"{location.prefix}/r0".encode()
 
 
 async def read_records(etcd: Etcd, location: EtcdLocation, page: int = _PAGE) -> dict[str, str]:
-    """Return everything, by key, read by pages. Nobody but the leader may write meanwhile. Raises StoreError."""
+    """Return all texts by key, read by pages. Only the leader may write meanwhile. Raises StoreError."""
     texts: dict[str, str] = {}
     begin, end = records_range(location)
     at = begin
@@ -45,10 +45,10 @@ async def read_records(etcd: Etcd, location: EtcdLocation, page: int = _PAGE) ->
 
 
 class EtcdStore:
-    """The records, as long as the lead is ours."""
+    """The records, for as long as this coordinator leads."""
 
     changes_max = RECORDS_MAX
-    may_lack_its_end = False  # etcd answers once a majority has it on disk
+    may_lack_its_end = False  # etcd answers after a majority has the change on disk
 
     def __init__(self, etcd: Etcd, location: EtcdLocation, lead: Lead) -> None:
         self._etcd = etcd
@@ -56,7 +56,7 @@ class EtcdStore:
         self._lead = lead
 
     async def load(self) -> dict[str, str]:
-        """Return everything, by key. Raises StoreError, and DeposedError if another leads by now."""
+        """Return all texts by key. Raises StoreError, and DeposedError if another coordinator leads by now."""
         texts = await read_records(self._etcd, self._location)
         try:
             await self._lead.check()
@@ -65,8 +65,8 @@ class EtcdStore:
         return texts
 
     async def change(self, changes: Mapping[str, str | None], *, urgent: bool = False) -> None:  # noqa: ARG002
-        """As Store; no room is kept for what is urgent. Raises OutOfMemoryError for what no transaction of etcd takes,
-        too.
+        """See Store; no room is reserved for urgent changes. Also raises OutOfMemoryError for a change that is too
+        large for a transaction of etcd.
         """
         _check_size(changes)
         begin, _ = records_range(self._location)
@@ -80,7 +80,7 @@ class EtcdStore:
         )
 
     def free_bytes(self) -> int | None:
-        """Nobody knows: etcd does not tell its quota."""
+        """Return None: etcd does not report its quota."""
         return None
 
     async def close(self) -> None:
@@ -92,15 +92,14 @@ def _check_size(changes: Mapping[str, str | None]) -> None:
     if len(changes) > CHANGES_MAX:
         records = sum(key != SEQUENCE for key in changes)
         raise OutOfMemoryError(
-            f"{records} records at once, and etcd takes {CHANGES_MAX} in a transaction, of which a buffer that is "
-            f"renamed takes two; nothing was changed: rename fewer at a time"
+            f"the change has {records} records, and etcd takes {CHANGES_MAX} in a transaction (a renamed buffer takes "
+            f"two); nothing was changed: rename fewer at a time"
         )
     sizes = {key: len(key.encode()) + len((text or "").encode()) for key, text in changes.items()}
     if sum(sizes.values()) > TRANSACTION_BYTES_MAX:
         largest = max(sizes, key=lambda key: sizes[key])
         raise OutOfMemoryError(
-            f'the record of "{largest}" has {format_bytes(sizes[largest])}, with its metadata, and all that '
-            f"would change {format_bytes(sum(sizes.values()))}; etcd takes {format_bytes(TRANSACTION_BYTES_MAX)} in a "
-            f"request; "
+            f'the record of "{largest}" has {format_bytes(sizes[largest])} with its metadata, and the whole change '
+            f"{format_bytes(sum(sizes.values()))}; etcd takes {format_bytes(TRANSACTION_BYTES_MAX)} in a request; "
             f"nothing was changed: keep large metadata in a buffer"
         )

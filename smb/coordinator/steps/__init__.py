@@ -1,7 +1,7 @@
 """The coordinator's decisions: step(state, event, now) -> (state, effects). Pure: no I/O, no clock, no randomness.
 
-An event that is refused raises one of smb.errors and changes nothing. Whatever an event has servers drop is checked
-against the rule of drop_rules.py, by an assertion.
+A refused event raises one of smb.errors and changes nothing. The segments that an event has servers drop are checked by
+an assertion against the rule of drop_rules.py.
 """
 
 from __future__ import annotations
@@ -72,17 +72,17 @@ _STEPS: dict[type, Callable[[State, Any, Instant], Step]] = {
     SessionRenewed: sessions.session_renewed,
     SessionClosed: sessions.session_closed,
 }
-# They end a buffer, a creation or a name themselves: what they have dropped is acknowledged by them.
+# These events end a buffer, a creation or a name themselves, and so acknowledge what they drop.
 _ENDINGS = (BufferDeleted, BufferRenamed, BufferFailed, NamesFreed)
 
 
 def step(state: State, event: Event, now: Instant) -> Step:
-    """Return the state after the event, and what must be done. Raises smb.errors.Error where the event is refused."""
+    """Return the state after the event, and the effects. Raises smb.errors.Error if the event is refused."""
     state, effects = _STEPS[type(event)](state, event, now)
     if not isinstance(event, _ENDINGS):
         registering = event.server.name if isinstance(event, ServerRegistered) else ""
         check(effects, state.where, lambda name, number: state.confirmed(name, number, now), registering)
-    # A deletion needs no number: who lacks it drops nothing. So it goes on in a store that takes no more records.
+    # A deletion is not numbered: a store that lacks it drops nothing. So deletions work in a store without room.
     if any(isinstance(effect, SaveBuffer) for effect in effects):
         state = replace(state, lineage=state.lineage.changed())
         effects = (*effects, SaveSequence(state.lineage.sequence))

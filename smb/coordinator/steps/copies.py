@@ -1,4 +1,4 @@
-"""The roles of servers in buffers of two copies: what a loss, a return and a new copy change."""
+"""Servers' roles for segments with two copies: how a loss, a return and a new copy change them."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ from smb.coordinator.state import State, Step, add, remove, without
 from smb.drop_reasons import Ground
 from smb.errors import NotFoundError, UnavailableError
 
-CHANGED_BYTES_MAX = 1 << 20  # of records' texts, where a store bounds a change: etcd takes 1.5 MB
+CHANGED_BYTES_MAX = 1 << 20  # total size of changed records if the store bounds a change: etcd takes 1.5 MB
 
 
 def server_returned(state: State, event: ServerReturned, now: Instant) -> Step:
-    """A server is back: its copies that missed changes are stale, unless there are no others. Raises UnavailableError
-    while that cannot be decided, as the servers of the others have not been heard of.
+    """A server is back: its copies that missed changes are stale, unless no others exist. Raises UnavailableError while
+    that is unknown because the servers of the other copies have not been heard of.
     """
     known = state.servers.get(event.name)
     restarted = known is None or known.instance_id != event.instance_id
@@ -50,8 +50,8 @@ def server_returned(state: State, event: ServerReturned, now: Instant) -> Step:
     unheard = (name for name in backups_of(state, event.name) if state.alive(name, now) and not state.heard(name, now))
     if restarted and (peers := list(unheard)):
         raise UnavailableError(
-            f'memory server "{event.name}" was started anew, and {", ".join(peers)} with the other copies of its '
-            f"segments has not been heard of yet; it is to register again"
+            f'memory server "{event.name}" was restarted, and {", ".join(peers)} with the other copies of its '
+            f"segments was not heard of yet; it must register again"
         )
     missing = event.missing | not_those_copies(state, event.name, event.held)
     missing = Bundles(state.buffers.values()).lacking(event.name, missing, heard)
@@ -69,7 +69,7 @@ def _claims(held: Held, record: BufferRecord, segment: SegmentRecord) -> bool:
 
 
 def not_those_copies(state: State, server: str, held: Mapping[int, Held]) -> frozenset[int]:
-    """Return the segments that the records have on a server, and of which it holds another copy than that one."""
+    """Return the segments that the records place on a server but of which it holds another copy."""
     return frozenset(
         segment.id
         for record in state.buffers.values()
@@ -82,7 +82,7 @@ def not_those_copies(state: State, server: str, held: Mapping[int, Held]) -> fro
 
 
 def survivors(state: State, now: Instant) -> frozenset[str]:
-    """Return the servers that are to go on alone with some segment, as the one of its other copy is gone."""
+    """Return the servers that are to go on alone with some segment, because the server of its other copy is gone."""
     found = set()
     for record in state.buffers.values():
         for segment in record.segments if record.movable else ():
@@ -93,7 +93,7 @@ def survivors(state: State, now: Instant) -> frozenset[str]:
 
 
 def backups_of(state: State, server: str) -> list[str]:
-    """Return the servers that have the backups of this one's primaries."""
+    """Return the servers of the backups of this server's primaries."""
     backups = {
         segment.backup
         for record in state.buffers.values()
@@ -105,7 +105,7 @@ def backups_of(state: State, server: str) -> list[str]:
 
 
 def backups_lost(state: State, event: BackupsLost, _: Instant) -> Step:
-    """A primary says which backups do not follow any more."""
+    """A primary reports that these backups do not follow any more."""
     segment_ids = Bundles(state.buffers.values()).named_by(event.segment_ids)
 
     def judge(record: BufferRecord) -> BufferRecord:
@@ -118,14 +118,14 @@ def backups_lost(state: State, event: BackupsLost, _: Instant) -> Step:
 
 
 def copy_begun(state: State, event: CopyBegun, now: Instant) -> Step:
-    """A server begins to have a new copy of a segment. Raises NotFoundError if none is wanted there any more."""
+    """A server begins to hold a new copy of a segment. Raises NotFoundError if the copy is not wanted any more."""
     record, target = state.buffers.get(event.key), state.servers.get(event.target)
     known = target is not None and target.instance_id == event.instance_id and state.alive(event.target, now)
     judged = record
     if record is not None and target is not None and known and not target.draining:
         judged = begin_copy(record, event.segment_id, event.target, event.epoch, event.leaving)
     if record is None or judged is None or judged is record:
-        raise NotFoundError(f"segment {event.segment_id:016x} wants no copy on {event.target} any more")
+        raise NotFoundError(f"segment {event.segment_id:016x} needs no copy on {event.target} any more")
     (segment,) = (each for each in judged.segments if each.id == event.segment_id)
     if not state.confirmed(segment.server, segment.id, now):
         raise NotFoundError(
@@ -158,24 +158,24 @@ def copy_begun(state: State, event: CopyBegun, now: Instant) -> Step:
 
 
 def _check_members(event: CopyBegun, members: Sequence[Member]) -> None:
-    """Raise NotFoundError unless the target has a segment for each that moves together, and none is being made."""
+    """Raise NotFoundError unless the target has room for each member of the bundle, and all members are ready."""
     missing = [record for record, member in members if member.id not in event.members | {event.segment_id}]
     if missing:
         raise NotFoundError(
-            f"segment {event.segment_id:016x} moves together with one of {missing[0].title}, which {event.target} was "
-            f"not given"
+            f"segment {event.segment_id:016x} moves together with one of {missing[0].title}, for which {event.target} "
+            f"has not made room"
         )
     for record, _ in members:
         if not record.ready:
-            raise NotFoundError(f"{record.title}, which moves together with it, is being made")
+            raise NotFoundError(f"{record.title}, which moves together with it, is still being made")
 
 
 def move_allowed(state: State, event: MoveAllowed, _: Instant) -> Step:
-    """A segment with one copy has roles from here on, and may get another copy."""
+    """A segment with one copy gets roles, so that it may move or get another copy."""
     record = state.buffers.get(event.key)
     judged = record if record is None else let_move(record, event.segment_id)
     if record is None or judged is None or judged is record:
-        raise NotFoundError(f"segment {event.segment_id:016x} is none with one copy that stays any more")
+        raise NotFoundError(f"segment {event.segment_id:016x} already has roles, or was deleted")
     return add(remove(state, record), judged), (SaveBuffer(judged),)
 
 
@@ -214,8 +214,8 @@ def judge_copies(
     level: int = logging.WARNING,
     contested: frozenset[int] = frozenset(),
 ) -> Step:
-    """Give at most so many buffers whose segments have roles those that `judge` says. All segments of a bundle
-    change at once, however many these are. Those that are `contested`, or of which a server has a newer copy, stay.
+    """Replace buffers' records by those that `judge` returns, at most `changes_max` of them. All segments of a bundle
+    change at once, however many they are. Segments that are `contested`, or of which a server has a newer copy, stay.
     """
     effects: list[Effect] = []
     changed: dict[str, BufferRecord] = {}

@@ -1,4 +1,4 @@
-"""Buffers, locks and barriers that are created: what is allowed, and where they go."""
+"""Creation of buffers, locks and barriers: what is allowed, and on which servers they are placed."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ from smb.security.roles import namespace_of
 
 
 class NotNowError(UnavailableError):
-    """The buffer that it is to move together with is moving, or a server was started anew. It may be tried again at
-    once; nothing is left behind.
+    """The creation cannot be done now, because the bundle that it joins is moving or a server was restarted. It left
+    nothing behind, and may be tried again at once.
     """
 
 
 def buffer_wanted(state: State, event: BufferWanted, now: Instant) -> Step:
-    """Choose servers for a buffer. Nothing happens if the buffer is there already, and alike. Raises NotNowError."""
+    """Choose servers for a buffer. Changes nothing if an equal buffer exists already. Raises NotNowError."""
     creation = event.creation
     if made_before(state, creation) is not None:
         return state, ()
@@ -63,7 +63,9 @@ def buffer_wanted(state: State, event: BufferWanted, now: Instant) -> Step:
         _check_same(state, existing, creation)
         return state, ()
     if len(state.buffers) >= limits.BUFFERS_MAX:
-        raise OutOfMemoryError(f'no place for "{creation.name}": a cluster has at most {limits.BUFFERS_MAX} buffers')
+        raise OutOfMemoryError(
+            f'no place for "{creation.name}": a cluster has at most {limits.BUFFERS_MAX} buffers; delete some first'
+        )
     if creation.metadata:
         _check_room_for_metadata(state, creation)
     if creation.like:
@@ -79,8 +81,8 @@ def buffer_wanted(state: State, event: BufferWanted, now: Instant) -> Step:
             placement, backups = _placed_together(state, beside, pool, waits=event.waits)
         else:
             placement = _placement(state, creation, pool)
-        # A lock is made with one copy where there is no second server, and gets the other one later: else nobody could
-        # come back to what has two copies already.
+        # If only one server is alive, a lock is made with one copy and gets the other one later. Otherwise no client
+        # could return to buffers that have two copies already.
         if creation.replicas > 1 and not backups and (creation.kind is Kind.BUFFER or len(pool.free_bytes) > 1):
             backups = place_backups(pool, placement, beside)
     except Error as error:
@@ -98,49 +100,51 @@ def buffer_wanted(state: State, event: BufferWanted, now: Instant) -> Step:
 
 
 def made_before(state: State, creation: Creation) -> BufferRecord | None:
-    """Return what this creation made when it was asked for before, whatever that is called now. Raises NotFoundError if
-    it was deleted since.
+    """Return what an earlier attempt of this creation made, whatever its name is now. Raises NotFoundError if it was
+    deleted since.
     """
     if not creation.attempt_id:
         return None
     if creation.attempt_id in state.deleted_attempts:
         raise NotFoundError(
-            f"{creation.asked}: it was made, and deleted by somebody before the answer came; create it again if it is "
-            f"still wanted",
+            f"{creation.asked}: the buffer was created, but another client deleted it before the answer came; create "
+            f"it again if it is still wanted",
             outcome=APPLIED,
         )
     return next((record for record in state.buffers.values() if record.attempt_id == creation.attempt_id), None)
 
 
 def _joining(state: State, creation: Creation) -> Creation:
-    """Return the creation with as many copies as the buffer that it is to move together with. Of one copy nothing moves
-    together.
+    """Return the creation with as many copies as the buffer with which it is to move together. Buffers with
+    one copy never move together. Raises InvalidArgumentError if the two cannot form a bundle.
     """
     like = find_ready(state, creation.like)
     if creation.replicas not in (0, like.replicas):
         raise InvalidArgumentError(
-            f'{creation.asked} with state_of="{like.name}" and replicas={creation.replicas}: "{like.name}" has '
-            f"replicas={like.replicas}, and its state has as many; leave replicas out"
+            f'{creation.asked} with state_of="{like.name}": replicas must be {like.replicas}, as for '
+            f'"{like.name}", not {creation.replicas}; leave replicas= out'
         )
     if like.versions > 1:
         raise InvalidArgumentError(
-            f'{creation.asked} with state_of="{like.name}": that keeps several versions '
-            f"(versions={like.versions}), and no optimizer's step changes it; make it with versions=1"
+            f'{creation.asked} with state_of="{like.name}": that buffer keeps {like.versions} versions, and no '
+            f"optimizer's step can change it; create it with versions=1"
         )
     return replace(creation, replicas=like.replicas, joins=like.replicas > 1)
 
 
 def _placed_together(state: State, like: BufferRecord, pool: Pool, *, waits: bool) -> tuple[Placement, tuple[str, ...]]:
-    """Place a buffer to move together with `like` from here on. Raises NotNowError while `like` is moving, and
-    NotFoundError if memory of its bundle is lost: no member gets a second copy until the lost one is deleted.
+    """Place a buffer that joins the bundle of `like`. Raises NotNowError while `like` is moving, and NotFoundError if
+    memory of the bundle is lost: no member gets a second copy until the lost one is deleted.
     """
     asked = f'to move together with "{like.name}"'
     if any(segment.copying_to for segment in like.segments):
-        raise NotNowError(f"{asked} it waits for the copy of that one that is being made; try again once it is there")
+        raise NotNowError(
+            f'{asked} it waits for the copy of "{like.name}" that is being made; try again once that is there'
+        )
     leaves = sorted({name for each in like.segments for name in (each.server, each.backup)} & pool.draining)
     if leaves:
         raise NotNowError(
-            f"{asked} it waits until that one has left {', '.join(leaves)}, which is being drained; try again then"
+            f'{asked} it waits until "{like.name}" has left {", ".join(leaves)}, which is being drained; try again then'
         )
     bundles = Bundles(state.buffers.values())
     lost = {
@@ -151,23 +155,27 @@ def _placed_together(state: State, like: BufferRecord, pool: Pool, *, waits: boo
     }
     if lost:
         where = ", ".join(f'"{name}" (on {server})' for name, server in sorted(lost.items()))
-        raise NotFoundError(f"{asked}: the memory of {where} was lost; delete that buffer and create it again first")
-    # Else a copy of them would never begin while states come and go: it takes a bundle of which none is being made.
+        raise NotFoundError(
+            f"{asked}: the memory of {where} was lost; delete that buffer (smb rm) and create it again first"
+        )
+    # Without this wait the lost copy might never begin: it needs a moment in which no member is being made.
     if waits and any(
         not segment.backup and place_copy(pool, segment.server, bundles.file_bytes(like, segment))
         for segment in like.segments
     ):
-        raise NotNowError(f"{asked} it waits for the lost copy of that one to be made anew; try again once it is there")
+        raise NotNowError(
+            f'{asked} it waits for the lost copy of "{like.name}" to be made anew; try again once it is there'
+        )
     members = {of.key for segment in like.segments for of, _ in bundles.members(like, segment)}
     if len(members) >= limits.BUNDLE_BUFFERS_MAX:
         raise OutOfMemoryError(
-            f"{asked}: at most {limits.BUNDLE_BUFFERS_MAX} buffers move together, and there are as many; delete some"
+            f"{asked}: at most {limits.BUNDLE_BUFFERS_MAX} buffers can move together, and as many do; delete some"
         )
     return place_together(pool, like)
 
 
 def _joined(record: BufferRecord, like: BufferRecord) -> tuple[BufferRecord, BufferRecord]:
-    """Return the record with the bundles and epochs of `like`, and `like` with its bundles written down."""
+    """Return the record with the bundles and epochs of `like`, and `like` with its bundles set."""
     first = replace(like, segments=tuple(replace(other, group=bundle_of(other)) for other in like.segments))
     segments = tuple(
         replace(segment, epoch=other.epoch, group=other.group)
@@ -177,19 +185,19 @@ def _joined(record: BufferRecord, like: BufferRecord) -> tuple[BufferRecord, Buf
 
 
 def _check_roles(record: BufferRecord, event: BufferMade) -> None:
-    """Raise NotNowError if segments were made for roles that what they move together with has no more."""
+    """Raise NotNowError if segments were made for roles that their bundle no longer has."""
     for segment, made in zip(record.segments, event.segments, strict=False):
         if segment.group and segment != made:
-            raise NotNowError(f"what {record.title} is to move together with has moved meanwhile; try again")
+            raise NotNowError(f"the buffer with which {record.title} moves together has moved meanwhile; try again")
 
 
 def buffer_made(state: State, event: BufferMade, _: Instant) -> Step:
-    """A pending buffer has all of its segments."""
+    """All segments of a pending buffer were made."""
     record = replace(state.buffers[event.key], ready=True)
     _check_roles(record, event)
     for name, instance_id in event.instances.items():
         if name not in state.servers or state.servers[name].instance_id != instance_id:
-            raise NotNowError(f'{record.title}: memory server "{name}" was started anew meanwhile; try again')
+            raise NotNowError(f'{record.title}: memory server "{name}" was restarted meanwhile; try again')
     if record.mirror_of and state.source(record) is None:
         raise NotFoundError(f"{record.title}: the buffer that it was to mirror was deleted meanwhile")
     state = replace(state, buffers={**state.buffers, record.key: record})
@@ -212,23 +220,26 @@ def buffer_failed(state: State, event: BufferFailed, _: Instant) -> Step:
 
 
 def _mirroring(state: State, creation: Creation) -> Creation:
-    """Return the creation of a mirror with the form of what it is one of, which has to be published."""
+    """Return the creation of a mirror with the shape and dtype of its source. Raises InvalidArgumentError if the source
+    is not published."""
     source = find_ready(state, creation.mirror_of)
     (server,) = creation.server_names
     if namespace_of(creation.name) != namespace_of(source.name):
         raise InvalidArgumentError(
-            f'{creation.asked}, named "{creation.name}": a mirror is in the namespace of its source, so that the same '
-            f"clients may read it"
+            f'{creation.asked}, named "{creation.name}": a mirror must be in the namespace of its source, so that the '
+            f"same clients may read it"
         )
     if source.mirror_of:
-        raise InvalidArgumentError(f'{creation.asked}: "{source.name}" is a mirror itself; name what it is one of')
+        raise InvalidArgumentError(f'{creation.asked}: "{source.name}" is a mirror itself; name its source')
     if source.versions < 2 and not _is_log(state, source):
         raise InvalidArgumentError(
-            f'{creation.asked}: "{source.name}" is not published: it has one copy; only what was created with '
-            f"versions=2 or more, as a Publisher does, can have mirrors"
+            f'{creation.asked}: "{source.name}" is not published: it has one version; only buffers with '
+            f"versions=2 or more, which a Publisher creates, can have mirrors"
         )
     if {segment.server for segment in source.segments} == {server}:
-        raise InvalidArgumentError(f'{creation.asked}: "{source.name}" itself lies on "{server}"')
+        raise InvalidArgumentError(
+            f'{creation.asked}: "{source.name}" itself lies on "{server}"; choose another server'
+        )
     return replace(
         creation,
         shape=source.shape,
@@ -240,7 +251,7 @@ def _mirroring(state: State, creation: Creation) -> Creation:
 
 
 def _is_log(state: State, record: BufferRecord) -> bool:
-    """Whether it is the log of a published state: its mirrors are filled generation by generation."""
+    """Whether the buffer is the log of a published state. Mirrors of a log are filled generation by generation."""
     of = state.find(Kind.BUFFER, record.name.removesuffix(LOG)) if record.name.endswith(LOG) else None
     if of is None or of.versions < 2 or of.mirror_of:
         return False
@@ -250,7 +261,7 @@ def _is_log(state: State, record: BufferRecord) -> bool:
 def _check_same(state: State, existing: BufferRecord, creation: Creation) -> None:
     """Raise AlreadyExistsError unless `existing` is what an exist_ok creation describes."""
     if existing.kind is not Kind.BUFFER:
-        return  # its form was decided here, perhaps by an earlier version of ours, and stays
+        return  # the coordinator decided its shape, maybe in an earlier version, and that shape stays
     if not creation.exist_ok:
         doing = "exists" if existing.ready else "is being created by another client"
         raise AlreadyExistsError(
@@ -271,8 +282,8 @@ def _check_same(state: State, existing: BufferRecord, creation: Creation) -> Non
         or _difference("dtype", existing.dtype, creation.dtype)
         or _difference("versions", existing.versions, creation.versions)
         or _difference("replicas", existing.replicas, creation.replicas)
-        or ("it is a mirror" if existing.mirror_of and not creation.mirror_of else "")
-        or ("it is no mirror" if creation.mirror_of and not existing.mirror_of else "")
+        or ("as a mirror" if existing.mirror_of and not creation.mirror_of else "")
+        or ("not as a mirror" if creation.mirror_of and not existing.mirror_of else "")
         or (_difference("wire", existing.wire, wire) if wire else "")
         or differs
     )
@@ -287,8 +298,8 @@ def _check_room_for_metadata(state: State, creation: Creation) -> None:
     wanted = len(creation.metadata)
     if there + wanted > limits.METADATA_BYTES_MAX:
         raise OutOfMemoryError(
-            f"{creation.asked}: no room for {wanted} bytes of metadata, packed: the buffers that are there "
-            f"have {there} of {limits.METADATA_BYTES_MAX} bytes; delete some, or keep it in a buffer"
+            f"{creation.asked}: no room for {wanted} bytes of packed metadata: the existing buffers have {there} of at "
+            f"most {limits.METADATA_BYTES_MAX} bytes; delete some, or keep the metadata in a buffer"
         )
 
 
@@ -300,11 +311,11 @@ def _wishes_differ(existing: BufferRecord, creation: Creation) -> str:
     if creation.stripe_bytes:
         differs = differs or _difference("stripe", existing.stripe_bytes, creation.stripe_bytes)
     if existing.movable:
-        return differs  # its segments may have gone to any servers since
+        return differs  # its segments may have moved to any servers since
     if creation.server_names:
         named = creation.server_names[:stripes]
         if len(servers) < len(segments) and set(named) == set(servers):
-            named = servers  # weights decided their order
+            named = servers  # weights have decided the order of its segments
         differs = differs or _difference("servers", servers, named)
     if creation.server_count:
         differs = differs or _difference("server count", len(servers), min(creation.server_count, stripes))
@@ -312,7 +323,7 @@ def _wishes_differ(existing: BufferRecord, creation: Creation) -> str:
 
 
 def _cut_of(record: BufferRecord, moves: bool) -> tuple[object, ...]:
-    """Return how it is cut, and where it lies unless it `moves`."""
+    """Return how the buffer is cut, and its servers unless it `moves`."""
     return (
         record.stripe_bytes,
         record.chunk_bytes,
@@ -325,15 +336,15 @@ def _difference(what: str, there: object, asked: object) -> str:
 
 
 def _shaped_like(creation: Creation, like: BufferRecord) -> Creation:
-    """Return the creation with the shape and dtype of `like`, which it must not contradict; its wire if it has none."""
+    """Return the creation with the shape and dtype of `like`, which it must not contradict, and a default wire."""
     creation = replace(creation, wire=creation.wire or like.wire)
     check_wire(replace(creation, dtype=creation.dtype or like.dtype))
     if not creation.dtype and not creation.shape:
         return replace(creation, shape=like.shape, dtype=like.dtype)
     if (creation.shape, creation.dtype) != (like.shape, like.dtype):
         raise InvalidArgumentError(
-            f'create of "{creation.name}" with shape {creation.shape} and dtype {creation.dtype or "not given"}: '
-            f'like="{like.name}" needs shape {like.shape} and dtype {like.dtype}'
+            f'create of "{creation.name}" like "{like.name}": shape and dtype must be {like.shape} and {like.dtype}, '
+            f"not {creation.shape} and {creation.dtype or 'not given'}"
         )
     return creation
 

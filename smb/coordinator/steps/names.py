@@ -1,4 +1,4 @@
-"""Buffers that are deleted and renamed, and names of locks and barriers that are freed."""
+"""Deletion and renaming of buffers, and freeing of idle locks' and barriers' names."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ def buffer_deleted(state: State, event: BufferDeleted, _: Instant) -> Step:
 
 
 def buffer_renamed(state: State, event: BufferRenamed, _: Instant) -> Step:
-    """Rename a buffer, or all in a folder. A buffer under the new name is replaced or put aside if that is asked."""
+    """Rename a buffer or folder. An existing buffer of the new name is replaced or put aside, if the event says so."""
     asked = f'rename of "{event.name}" to "{event.new_name}"'
     check_name(Kind.BUFFER, event.new_name)
     if event.folder and event.id:
-        raise InvalidArgumentError(f"{asked}: a folder has no id")
+        raise InvalidArgumentError(f"{asked}: a folder has no id, so the request must not give one")
     if event.folder:
         return _folder_renamed(state, event, asked)
     try:
@@ -66,14 +66,14 @@ def buffer_renamed(state: State, event: BufferRenamed, _: Instant) -> Step:
         _check_without_mirrors(state, each, asked)
         if (published_as(each.metadata) or {}).get("deltas"):
             raise InvalidArgumentError(
-                f'{asked}: "{each.name}" is published with deltas=, which lie beside it under its name; publish under '
-                f"another name, or rename its folder"
+                f'{asked}: "{each.name}" is published with deltas=, which are stored beside it under its name; publish '
+                f"under another name, or rename its folder"
             )
     if there is not None and event.displaced_name and event.replace and there.ready:
         check_name(Kind.BUFFER, event.displaced_name)
         if event.displaced_name in state.buffers:
             raise AlreadyExistsError(
-                f'{asked}: a buffer "{event.displaced_name}" exists, so none can be put aside there'
+                f'{asked}: a buffer "{event.displaced_name}" exists, so the replaced buffer cannot get that name'
             )
         state, effects = _called(state, there, event.displaced_name, asked)
     elif there is not None:
@@ -89,12 +89,12 @@ def _folder_renamed(state: State, event: BufferRenamed, asked: str) -> Step:
     folder, new_folder = event.name + "/", event.new_name + "/"
     records = [record for record in state.listed() if record.name.startswith(folder)]
     if not records:
-        raise NotFoundError(f'{asked}: no buffer "{folder}..."')
+        raise NotFoundError(f'{asked}: no buffer has a name that begins with "{folder}"')
     if new_folder.startswith(folder):
-        raise InvalidArgumentError(f"{asked}: a folder can't go into itself")
+        raise InvalidArgumentError(f"{asked}: a folder cannot be moved into itself")
     for record in state.buffers.values():
         if record.kind is Kind.BUFFER and (record.name == event.new_name or record.name.startswith(new_folder)):
-            raise AlreadyExistsError(f'{asked}: a buffer "{record.name}" exists')
+            raise AlreadyExistsError(f'{asked}: a buffer "{record.name}" exists; delete it, or choose another name')
     effects: list[Effect] = []
     for record in records:
         _check_without_mirrors(state, record, asked)
@@ -107,15 +107,13 @@ def _folder_renamed(state: State, event: BufferRenamed, asked: str) -> Step:
 
 
 def _called(state: State, record: BufferRecord, name: str, asked: str) -> Step:
-    """Give a record another name: what it takes of its servers stays as it is; it must fit the quota of a namespace
-    that it comes to.
-    """
+    """Give a record another name. Its segments stay as they are. In another namespace it must fit that quota."""
     named = replace(record, name=name)
     others = without(state.buffers, record.key)
     if namespace_of(name) != namespace_of(record.name):
         check_quota(state.quotas, others.values(), named, asked)
     buffers = {**others, named.key: named}
-    # In this order: where one record takes the name that another one leaves, its save is the later change of that key.
+    # The order matters: if one record takes the name that another one leaves, its save must be the key's later change.
     return replace(state, buffers=buffers), (EraseBuffer(record.key), SaveBuffer(named), WakeOpeners(named.key))
 
 
@@ -126,7 +124,7 @@ def _check_without_mirrors(state: State, record: BufferRecord, asked: str) -> No
 
 
 def names_freed(state: State, event: NamesFreed, _: Instant) -> Step:
-    """Drop locks and barriers that nobody uses. New ones of the same names count on from their tokens."""
+    """Drop idle locks and barriers. New ones of the same names continue from a token at least as high."""
     freed = [
         record
         for record in state.buffers.values()
@@ -148,7 +146,7 @@ def names_freed(state: State, event: NamesFreed, _: Instant) -> Step:
         token_floor=floor,
     )
     before, state = state, end_copies_beside(state, *freed)
-    report = Report(logging.INFO, f"freed {len(freed)} locks and barriers that nobody used any more")
+    report = Report(logging.INFO, f"freed {len(freed)} idle locks and barriers")
     erased = (EraseBuffer(record.key) for record in freed)
     copies = tuple(copy for record in freed for copy in record.copies)
     return state, (*erased, SaveTokenFloor(floor), dropped(copies, Ground.DELETED, before.unexplained), report)

@@ -34,12 +34,12 @@ from smb.errors import Error, InvalidArgumentError, NotFoundError, OutOfMemoryEr
 
 
 def server_registered(state: State, event: ServerRegistered, now: Instant) -> Step:
-    """Take note of a server and of the segments that it holds. The answer says which to drop."""
+    """Record a server and the segments that it holds. The answer says which of them it must drop."""
     server = event.server
     _check_registration(server)
     if len(state.servers) >= limits.SERVERS_MAX and server.name not in state.servers:
         raise OutOfMemoryError(
-            f'no place for memory server "{server.name}": a cluster has at most {limits.SERVERS_MAX}'
+            f'no place for memory server "{server.name}": a cluster has at most {limits.SERVERS_MAX}; stop one first'
         )
     where = state.where()
     _check_cluster(state, event, where)
@@ -54,7 +54,7 @@ def server_registered(state: State, event: ServerRegistered, now: Instant) -> St
     missing = event.missing & here.keys()
     others = not_those_copies(state, server.name, event.held)
     missing |= others
-    # Before it is judged: whether others hold a copy depends on who has been heard of, this server included.
+    # This comes before the judgement: whether others hold a copy depends on who was heard of, this server included.
     state = replace(
         state,
         servers={**state.servers, server.name: server},
@@ -73,8 +73,8 @@ def server_registered(state: State, event: ServerRegistered, now: Instant) -> St
     state = replace(state, unexplained={**state.unexplained, server.name: unexplained})
     lost = sorted({here[segment_id] for segment_id in missing & state.lost_segments(now)})
     effects: list[Effect] = [answer]
-    # All come back after a change of leader, and each would be a write. Whether it holds something is kept: one that
-    # does is not forgotten while it is away.
+    # After a change of leader all servers come back, and each changed record would be a write. Whether a server holds
+    # something is stored, because a server that does is not forgotten while it is away.
     as_it_was = known is not None and server == replace(
         known, last_seen_at=server.last_seen_at, used_bytes=server.used_bytes
     )
@@ -86,8 +86,8 @@ def server_registered(state: State, event: ServerRegistered, now: Instant) -> St
 
 
 def _check_cluster(state: State, event: ServerRegistered, where: Where) -> None:
-    """Raise InvalidArgumentError for a server with the memory of another cluster, or of this one before its --state was
-    lost: nothing here says what its segments are.
+    """Raise InvalidArgumentError for a server with memory of another cluster, or of this cluster before its --state was
+    lost: then no record says what its segments are.
     """
     name = event.server.name
     clusters = {stamp.cluster for stamp in event.stamps}
@@ -98,7 +98,7 @@ def _check_cluster(state: State, event: ServerRegistered, where: Where) -> None:
         and event.held.keys().isdisjoint(where)
     ):
         raise InvalidArgumentError(
-            f'memory server "{name}" holds {len(event.held)} segments that are not known here; start the coordinator '
+            f'memory server "{name}" is not known here but holds {len(event.held)} segments; start the coordinator '
             f"with the --state that knows them, or remove the server's segment files to give that data up"
         )
 
@@ -106,7 +106,7 @@ def _check_cluster(state: State, event: ServerRegistered, where: Where) -> None:
 def _judged(
     state: State, event: ServerRegistered, here: Mapping[int, str], where: Where, now: Instant
 ) -> tuple[AnswerDrops, dict[int, Held]]:
-    """Return what the server is told of its segments, and those that it keeps beside the records."""
+    """Return the server's instructions about its segments, and the segments that it keeps beside the records."""
     name = event.server.name
 
     def confirmed(other: str, number: int) -> bool:
@@ -132,7 +132,7 @@ def _judged(
     answer = AnswerDrops(
         drops,
         tuple(epochs.get(each, 0) for each in drops),
-        # Nobody else would ever drop room for a copy that never began: it was made for the next epoch.
+        # Also drop room for a copy that never began: it was made for the next epoch, and no other rule would drop it.
         tuple(each for each in drops if each in epochs),
         tuple(grounds.values()),
         tuple(each for each, held in kept.items() if held.quarantined and not event.held[each].quarantined),
@@ -160,13 +160,13 @@ def _said(name: str, answer: AnswerDrops, kept: Mapping[int, Held], lost: Sequen
 
 
 def server_renewed(state: State, event: ServerRenewed, now: Instant) -> Step:
-    """Renew the lease of a server. Raises NotFoundError if the server must register again."""
+    """Renew a server's lease. Raises NotFoundError if the server must register again."""
     server = _registered(state, event.name, event.instance_id)
     if event.name in state.suspected or not state.alive(event.name, now):
         raise NotFoundError(f'memory server "{event.name}" must register again')
     if event.used_bytes > state.held_bytes_max(event.name):
-        # It holds what no buffer has, e.g. a segment that was made after its creation was given up.
-        raise NotFoundError(f'memory server "{event.name}" must register again: it holds more than the buffers do')
+        # It holds more than the records, e.g. a segment that was made after its creation was given up.
+        raise NotFoundError(f'memory server "{event.name}" must register again: it holds more than the records say')
     server = replace(server, used_bytes=event.used_bytes, last_seen_at=now.wall)
     leases = state.server_leases.grant(event.name, now.monotonic)
     state = replace(state, servers={**state.servers, event.name: server}, server_leases=leases)
@@ -178,7 +178,7 @@ def server_renewed(state: State, event: ServerRenewed, now: Instant) -> Step:
 
 
 def server_left(state: State, event: ServerLeft, now: Instant) -> Step:
-    """A server has stopped as it was asked to."""
+    """A server has stopped cleanly."""
     server = _registered(state, event.name, event.instance_id)
     state = replace(state, server_leases=state.server_leases.end(event.name))
     report = Report(logging.INFO, f'memory server "{event.name}" left')
@@ -189,7 +189,7 @@ def server_left(state: State, event: ServerLeft, now: Instant) -> Step:
 
 
 def server_died(state: State, event: ServerDied, _: Instant) -> Step:
-    """A server's process is known to be gone, before the lease is out. Nothing is new if that was known before."""
+    """A server's process has ended before its lease. Changes nothing if that was known."""
     known = state.servers.get(event.name)
     if known is None or known.instance_id != event.instance_id or event.name not in state.server_leases.ends:
         return state, ()
@@ -198,11 +198,13 @@ def server_died(state: State, event: ServerDied, _: Instant) -> Step:
 
 
 def server_drained(state: State, event: ServerDrained, now: Instant) -> Step:
-    """Give a server no new segments, or again. Raises if its copies have no place on the others."""
+    """Stop giving new segments to a server, or start again. Raises if the other servers lack room for its copies."""
     server = state.servers.get(event.name)
     asked = f'{"undrain" if event.undo else "drain"} of "{event.name}"'
     if server is None:
-        raise NotFoundError(f"{asked}: no such memory server is known; there are: {', '.join(sorted(state.servers))}")
+        raise NotFoundError(
+            f"{asked}: no memory server has that name; there are: {', '.join(sorted(state.servers)) or 'none'}"
+        )
     if server.draining != event.undo:
         return state, ()
     if not event.undo:
@@ -217,8 +219,8 @@ def server_drained(state: State, event: ServerDrained, now: Instant) -> Step:
 
 
 def server_counted(state: State, event: ServerCounted, _: Instant) -> Step:
-    """Take note of how much memory of a server is used, and of what it has dropped: it may have registered meanwhile,
-    with that in its list.
+    """Record how much memory of a server is used, and which segment it dropped. That segment is also removed from its
+    list, because the server may have registered with it meanwhile.
     """
     known = state.servers.get(event.name)
     if known is None or known.instance_id != event.instance_id:
@@ -231,7 +233,7 @@ def server_counted(state: State, event: ServerCounted, _: Instant) -> Step:
 
 
 def server_suspected(state: State, event: ServerSuspected, _: Instant) -> Step:
-    """A server must register before it may renew."""
+    """A server must register before it may renew again."""
     return replace(state, suspected=state.suspected | {event.name}), ()
 
 
@@ -240,7 +242,7 @@ def _registered(state: State, name: str, instance_id: int) -> ServerRecord:
     if server is None:
         raise NotFoundError(f'memory server "{name}" is not known; it must register')
     if server.instance_id != instance_id:
-        raise NotFoundError(f'memory server "{name}" is known with another run; it must register')
+        raise NotFoundError(f'another run of memory server "{name}" is registered; this one must register')
     return server
 
 
@@ -255,7 +257,7 @@ def _check_registration(server: ServerRecord) -> None:
 
 
 def forgettable(state: State, name: str, now: Instant) -> bool:
-    """Return whether a server is away and holds nothing."""
-    # Its last report counts too: a server whose buffers were deleted while it was away has their segments to drop.
+    """Return whether a server is away and holds no segment."""
+    # Its last report counts, too: if its buffers were deleted while it was away, it still has their segments to drop.
     holds = state.allocation(name).segments > 0 or state.servers[name].used_bytes > 0
     return not holds and not state.alive(name, now)

@@ -1,4 +1,4 @@
-"""Sessions of clients: how they begin, and how they end."""
+"""Sessions of clients: how they begin and end."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from smb.rpc.coordinator_client import SessionEndedError
 
 
 def session_renewed(state: State, event: SessionRenewed, now: Instant) -> Step:
-    """Begin a session, or renew its lease. Raises SessionEndedError if it has ended."""
+    """Open a session, or renew its lease. Raises SessionEndedError if the session has ended."""
     if event.session_id == 0:
-        raise InvalidArgumentError("a session's id is not 0")
+        raise InvalidArgumentError("a session's id must not be 0")
     if event.session_id in state.ended_sessions:
         raise SessionEndedError(
-            f"the session of {event.client_name} is over: it was closed, or its lease ran out before it was renewed; "
-            f"what it held was given up, so connect again"
+            f"the session of {event.client_name} has ended: it was closed, or its lease ran out before it was renewed; "
+            f"its locks and other places were given up, so connect again"
         )
     if len(state.client_names) >= limits.SESSIONS_MAX and event.session_id not in state.client_names:
         raise OutOfMemoryError(
-            f"no place for a session of {event.client_name}: there are {limits.SESSIONS_MAX} already"
+            f"no place for a session of {event.client_name}: the cluster has {limits.SESSIONS_MAX} already; close "
+            f"clients that are not needed"
         )
     if event.session_id not in state.client_names:
         _check_room_of_certificate(state, event)
@@ -39,7 +40,7 @@ def session_renewed(state: State, event: SessionRenewed, now: Instant) -> Step:
 
 def session_closed(state: State, event: SessionClosed, _: Instant) -> Step:
     """End a session as its client asked."""
-    # One that is not known may be of before the loss of our records: its servers still know it.
+    # An unknown session may be older than a loss of the records, and its servers still know it.
     if event.session_id == 0 or event.session_id in state.ended_sessions:
         return state, ()
     return end_sessions(state, (event.session_id,))

@@ -1,4 +1,4 @@
-"""Leases that run out, and a start after a stop."""
+"""Leases that run out, and the start of a coordinator."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from smb.coordinator.steps.sessions import end_sessions
 
 
 def restarted(state: State, event: Restarted, now: Instant) -> Step:
-    """Take back half-made buffers, and let all leases run anew.
+    """Roll back pending buffers, and let all leases run anew.
 
-    Where the end of the records is missing, a buffer is half made because the end begins there. Its creation was
-    probably answered, and clients have written to it since: it counts as made. What was not made of it is then listed
-    as lost. A mirror has nothing that its source does not have.
+    If the end of the records is missing, a pending buffer may only look pending because the records end there. Its
+    creation was probably answered, and clients have written to it since, so it counts as made. Segments that were not
+    made are then listed as lost. A pending mirror is rolled back, as it has nothing that its source lacks.
     """
     effects: list[Effect] = []
     for record in [record for record in state.buffers.values() if not record.ready][: event.changes_max]:
@@ -47,7 +47,7 @@ def restarted(state: State, event: Restarted, now: Instant) -> Step:
     lineage = state.lineage.begun(event.incarnation)
     if lineage is not state.lineage:
         effects.append(SaveLineage(lineage.terms_json()))
-    # Alive for one lease, so that creates go on; suspected, so that each tells again what it holds.
+    # Servers are alive for one lease, so that creates go on, and suspected, so that each reports again what it holds.
     state = replace(
         state,
         server_leases=state.server_leases.grant_all(state.servers, now.monotonic),
@@ -61,7 +61,7 @@ def restarted(state: State, event: Restarted, now: Instant) -> Step:
 
 
 def ticked(state: State, event: Ticked, now: Instant) -> Step:
-    """End what has not been renewed, and let others take its place."""
+    """End sessions and servers whose leases ran out, and let other copies take over."""
     effects: list[Effect] = []
 
     def alive(name: str) -> bool:

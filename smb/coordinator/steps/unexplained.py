@@ -1,6 +1,6 @@
-"""Memory that servers hold beside the records: taken up, dropped or kept as more servers are heard of.
+"""Segments that servers hold beside the records: taken up, dropped or kept as more servers are heard of.
 
-An operator may give it up. The rule is smb/coordinator/drop_rules.py.
+An operator may give them up. The rule is in smb/coordinator/drop_rules.py.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from smb.errors import NotFoundError, UnavailableError
 
 
 def unexplained_judged(state: State, event: UnexplainedJudged, now: Instant) -> Step:
-    """Take up what is newer than the records; have dropped what others have.
+    """Take up segments that are newer than the records; drop those of which another server has a copy.
 
-    Nothing is taken up in the first lease of a term, or while some server has not been heard of: it may have a later
-    copy, and the records may not even know it.
+    Nothing is taken up in the first lease of a term, or while some server has not been heard of: that server may have a
+    later copy, of which the records may not even know.
     """
     if not any(state.unexplained.values()):
         return state, ()
@@ -62,7 +62,7 @@ def unexplained_judged(state: State, event: UnexplainedJudged, now: Instant) -> 
 
 def _superseded(server: str, segment_id: int, held: Held, where: Where, confirmed: Confirmed) -> bool:
     if segment_id in where and any(copy.server == server for copy in _copies(*where[segment_id])):
-        return False  # it is in use there, and the record says so
+        return False  # the record has it there, so it is in use
     return ground_to_drop(server, segment_id, held, where, confirmed, covered=True) is not None
 
 
@@ -71,12 +71,12 @@ def _copies(record: BufferRecord, segment: SegmentRecord) -> Iterator[SegmentRec
 
 
 def _drop_of(state: State, server: str, segment_id: int, held: Held, where: Where) -> DropSegments:
-    if segment_id not in where:  # its buffer was deleted since
+    if segment_id not in where:  # its buffer was deleted meanwhile
         gone = SegmentRecord(segment_id, server, 0, held.nbytes)
         return dropped((gone,), Ground.DELETED, {})
     record, segment = where[segment_id]
     drop = dropped((replace(segment, server=server),), Ground.SUPERSEDED, state.unexplained, epoch_of(record, segment))
-    # Of what is not whole the copy never began, or was given up: in whichever epoch.
+    # An incomplete copy never began or was given up, and is dropped whatever its epoch is.
     return replace(drop, epoch=max(held.epoch, drop.epoch), room=True) if held.begun else drop
 
 
@@ -86,7 +86,7 @@ def _explained(state: State, server: str, segment_ids: Collection[int]) -> State
 
 
 def _take_up(state: State, changes_max: int | None, now: Instant) -> Step:
-    """Bring records up to what servers have: the store is older than they are."""
+    """Bring records up to the state of the servers, because the store is older than they are."""
     effects: list[Effect] = []
     left, left_bytes = (changes_max // 2, CHANGED_BYTES_MAX) if changes_max is not None else (sys.maxsize, sys.maxsize)
     for segment_id in sorted(state.contested()):
@@ -122,7 +122,7 @@ def _take_up(state: State, changes_max: int | None, now: Instant) -> Step:
         ]
         before, state = state, _with_old_copies(state, segment, taken, members, now)
         for server in alike:
-            # Of one epoch of one history both have all that was acknowledged: this one may be made anew.
+            # Two copies of one epoch of one history both have all acknowledged changes: this one may be made anew.
             here = {
                 each: replace(held, quarantined=False, nbytes=state.where()[each][1].file_bytes)
                 for each, held in before.unexplained[server].items()
@@ -137,7 +137,7 @@ def _take_up(state: State, changes_max: int | None, now: Instant) -> Step:
 
 
 def _members_held(state: State, record: BufferRecord, segment: SegmentRecord) -> Callable[[str, int], frozenset[int]]:
-    """Return which of the segments that move together with this one a server holds, whole and in an epoch."""
+    """Return a function that returns which members of this segment's bundle a server holds, whole, in an epoch."""
     members = [each.id for _, each in Bundles(state.buffers.values()).members(record, segment)]
 
     def held_by(server: str, epoch: int) -> frozenset[int]:
@@ -155,9 +155,9 @@ def _members_held(state: State, record: BufferRecord, segment: SegmentRecord) ->
 def _as_claimed(
     segment: SegmentRecord, claims: Mapping[str, Held], members_held: Callable[[str, int], frozenset[int]]
 ) -> SegmentRecord:
-    """Return the segment where its newest whole copies are. Of two the pair goes on if both know their roles, in the
-    same epoch, and hold the same segments of the bundle: one segment may have been made since. Otherwise one of the two
-    goes on, in the next epoch: what the other one has not forwarded is not known.
+    """Return the segment with its newest whole copies. If there are two that both know their roles, in the same epoch,
+    and hold the same members of the bundle (one may have been made since), both go on. Otherwise one of them goes on
+    alone, in the next epoch, because it is unknown which changes the other one has not forwarded.
     """
     newest = max(held.epoch for held in claims.values())
     at = {server: held for server, held in sorted(claims.items()) if held.epoch == newest}
@@ -178,14 +178,14 @@ def _as_claimed(
 def _with_old_copies(
     state: State, before: SegmentRecord, taken: SegmentRecord, members: Collection[int], now: Instant
 ) -> State:
-    """Explain what was taken up. What the record had elsewhere is beside it now, and quarantined: clients may have
-    changed it since the records were restored.
+    """Remove the segments that were taken up from `unexplained`. The copies that the record had elsewhere are now
+    beside it, and quarantined, because clients may have changed them since the records were restored.
     """
     unexplained = {server: dict(held) for server, held in state.unexplained.items()}
     missing = dict(state.missing)
     for server in (taken.server, taken.backup):
         if server:
-            # What moves together with it has its roles; a server that does not hold it has lost it.
+            # The other members of the bundle share its roles. A server that does not hold such a member has lost it.
             held = unexplained.get(server, {})
             had = server in (before.server, before.backup)
             there = {each for each in members if each in held or (had and each not in missing.get(server, ()))}
@@ -206,33 +206,34 @@ def _with_old_copies(
 
 
 def segments_forgotten(state: State, event: SegmentsForgotten, now: Instant) -> Step:
-    """Give up memory that a server holds beside the records. Raises NotFoundError, and nothing is given up, if some of
-    it is not such memory; UnavailableError if it may still be taken up, as some server has not been heard of.
+    """Give up segments that a server holds beside the records. Raises NotFoundError if a named segment is not among
+    these, and UnavailableError if they may still be taken up because some server was not heard of. Then nothing is
+    given up.
     """
     if event.name not in state.servers:
         known = ", ".join(sorted(state.servers)) or "none"
-        raise NotFoundError(f'forget of "{event.name}": no such memory server is known; there are: {known}')
+        raise NotFoundError(f'forget on "{event.name}": no memory server has that name; there are: {known}')
     if not state.heard(event.name, now) or not state.every_server_was_heard(now):
         raise UnavailableError(
-            f'forget of "{event.name}": it, or another memory server, has not been heard of yet, and what is '
-            f"quarantined may be taken up still; nothing was freed. Try again once smb status shows all of them alive "
+            f'forget on "{event.name}": this server or another one was not heard of yet, so quarantined memory may '
+            f"still be taken up; nothing was freed. Try again once smb status shows each server as alive "
             f"or gone"
         )
     there = state.unexplained.get(event.name, {})
     where = state.where()
-    # What is in use there is not freed, though its record is older than it.
+    # Segments in use there are not freed, even if their record is older than they are.
     free = {number: held for number, held in there.items() if not _in_use(event.name, number, where)}
     wanted = event.segment_ids or free.keys()
     for number in sorted(wanted):
         if number not in free:
             raise NotFoundError(
-                f'forget of "{event.name}": segment {number:016x} is not quarantined there; nothing was freed. '
-                f"See what is with: smb status"
+                f'forget on "{event.name}": segment {number:016x} is not quarantined there; nothing was freed. '
+                f"`smb status` lists the quarantined segments"
             )
     segments = tuple(SegmentRecord(number, event.name, 0, free[number].nbytes) for number in sorted(wanted))
     if not segments:
         return state, ()
-    # These copies alone: others of the same segments have not been named.
+    # Only these copies: other copies of the same segments were not named.
     drop = DropSegments(segments, 0, Ground.FORGOTTEN)
     report = Report(
         logging.WARNING, f'memory server "{event.name}" is told to free {len(segments)} quarantined segments'

@@ -126,10 +126,10 @@ def test_records_and_messages(cluster: Cluster) -> None:
 @pytest.mark.parametrize(
     ("wishes", "told"),
     [
-        ({"replicas": 1}, '"w" has replicas=2, and its state has as many; leave replicas out'),
+        ({"replicas": 1}, 'replicas must be 2, as for "w", not 1; leave replicas= out'),
         ({"like": "none"}, 'no buffer "none"'),
-        ({"like": "news"}, 'with state_of="news": that keeps several versions'),
-        ({"shape": (5,)}, 'like="w" needs shape'),
+        ({"like": "news"}, 'with state_of="news": that buffer keeps 2 versions'),
+        ({"shape": (5,)}, 'like "w": shape and dtype must be'),
     ],
 )
 def test_what_can_not_join(cluster: Cluster, wishes: dict[str, object], told: str) -> None:
@@ -144,10 +144,10 @@ def test_what_can_not_join(cluster: Cluster, wishes: dict[str, object], told: st
 def test_a_request_that_makes_no_sense() -> None:
     """What contradicts it is refused before anything is looked at."""
     for more, told in (
-        ({"like": ""}, "name that one, with like"),
-        ({"versions": 2}, "a state has one; leave versions out"),
+        ({"like": ""}, "it must name that buffer in like"),
+        ({"versions": 2}, "a state has one version, not 2; leave versions= out"),
         ({"server_count": 1}, "leave both out"),
-        ({"replicas": 3}, "replicas=3"),
+        ({"replicas": 3}, "replicas must be 1 or 2, not 3"),
     ):
         request = pb.CreateBufferRequest(**{"name": "m", "dtype": "float32", "like": "w", "joins": True, **more})
         with pytest.raises(errors.InvalidArgumentError, match=told):
@@ -179,7 +179,7 @@ def test_without_room_nothing_is_made(cluster: Cluster) -> None:
 def test_so_many_move_together(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their records have to change in one transaction."""
     monkeypatch.setattr(limits, "BUNDLE_BUFFERS_MAX", 3)
-    with pytest.raises(errors.OutOfMemoryError, match="at most 3 buffers move together"):
+    with pytest.raises(errors.OutOfMemoryError, match="at most 3 buffers can move together"):
         join(cluster, "n")
 
 
@@ -280,10 +280,12 @@ def test_a_copy_without_one_of_them_is_not_begun(cluster: Cluster) -> None:
     cluster.do(ServerDied("b", 1))
     cluster.do(Ticked())
     assert not wishes(list(cluster.state.buffers.values()), cluster.state.pool(cluster.now))
-    with pytest.raises(errors.NotFoundError, match='buffer "v", which moves together with it, is being made'):
+    with pytest.raises(errors.NotFoundError, match='buffer "v", which moves together with it, is still being made'):
         begin(cluster)
     made(cluster)
-    with pytest.raises(errors.NotFoundError, match='moves together with one of buffer "v", which c was not given'):
+    with pytest.raises(
+        errors.NotFoundError, match='moves together with one of buffer "v", for which c has not made room'
+    ):
         begin(cluster, members=ids(cluster) - {segment(cluster, "v").id})
     begin(cluster, members=ids(cluster) | {99})  # one that was deleted meanwhile
     assert place(cluster) == ("a", "", 3, "c")
@@ -387,7 +389,7 @@ def test_what_was_made_for_other_roles_is_taken_back(cluster: Cluster) -> None:
     copies = cluster.state.buffers["v"].copies
     cluster.do(ServerDied("b", 1))
     cluster.do(Ticked())
-    with pytest.raises(NotNowError, match='buffer "v" is to move together with has moved meanwhile'):
+    with pytest.raises(NotNowError, match='buffer "v" moves together has moved meanwhile'):
         cluster.do(BufferMade("v", (before,)))
     cluster.do(BufferFailed("v", copies))
     assert {(each.id, each.server) for each in cluster.only(DropSegments).segments} == {

@@ -245,7 +245,7 @@ def test_errors_count_for_a_minute(scene: Scene) -> None:
     scene.renew(load=pb.ServerLoad(errors={"protocol": 5, "not_found": 100}))
     assert scene.problems() == []  # of before: nobody knows when
     scene.renew(load=pb.ServerLoad(errors={"protocol": 6, "not_found": 110, "timeout": 500}))
-    assert [problem.title for problem in scene.problems()] == ["a: 1 requests sent what is no frame"]
+    assert [problem.title for problem in scene.problems()] == ["a: 1 requests were not in our protocol"]
     assert overview(scene.view(), "")["servers"][0]["errors_recently"] == 11  # to wait in vain is no error
     scene.renew(load=pb.ServerLoad(errors={"protocol": 6, "not_found": 140, "timeout": 500}))
     assert "a refused 40 requests: not found" in [problem.title for problem in scene.problems()]
@@ -324,7 +324,7 @@ def test_who_holds_a_lock_and_for_how_long(scene: Scene) -> None:
         scene.do(SessionRenewed(7, "host:1"))
         scene.renew(load=held(4, 2))
     (problem,) = scene.problems()
-    assert 'buffer "w": 2 wait for what host:1 has held for 64 s' in problem.title
+    assert 'buffer "w": 2 clients wait, and host:1 has held it for 64 s' in problem.title
     assert server_detail(scene.view(), "a", scene.watch.history_of("a", scene.now))["waits"][0]["waiting"] == 2
 
 

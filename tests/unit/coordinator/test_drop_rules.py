@@ -129,7 +129,7 @@ def test_a_primary_that_was_started_anew_waits_for_what_its_backup_tells(cluster
     """That may be empty by now. It waits for one lease at most."""
     number = segment(cluster).id
     cluster = again(cluster)
-    with pytest.raises(errors.UnavailableError, match='"a" was started anew, and b with the other copies'):
+    with pytest.raises(errors.UnavailableError, match='"a" was restarted, and b with the other copies'):
         back(cluster, "a", frozenset({number}), run=2)
     cluster.seconds += SERVER_LEASE_S
     cluster.do(Ticked())
@@ -162,7 +162,7 @@ def test_what_no_record_has_is_dropped_by_a_store_that_is_new_enough(cluster: Cl
     assert (answer.segment_ids, answer.quarantined) == ((), ())
     assert cluster.state.taken_bytes("c") == cluster.state.allocation("c").nbytes + 100
     cluster.renew("c", used_bytes=cluster.state.held_bytes_max("c"))
-    with pytest.raises(errors.UnavailableError, match="has not been heard of yet"):
+    with pytest.raises(errors.UnavailableError, match="was not heard of yet"):
         cluster.do(SegmentsForgotten("c", frozenset()))
     back(cluster, "a", frozenset({segment(cluster).id}))
     back(cluster, "b", frozenset({segment(cluster).id}))
@@ -433,7 +433,7 @@ def test_a_former_primary_is_told_that_it_is_none(cluster: Cluster) -> None:
 
 def test_memory_of_another_cluster_is_refused(cluster: Cluster) -> None:
     """A known name does not make it ours."""
-    with pytest.raises(errors.InvalidArgumentError, match=r'"a" holds 1 segments that are not known here.*--state'):
+    with pytest.raises(errors.InvalidArgumentError, match=r'"a" is not known here but holds 1 segments.*--state'):
         back(cluster, "a", frozenset({10**6}), run=2, stamps=(Stamp(77, 1, 1),))
     back(cluster, "a", frozenset({segment(cluster).id}), run=2, stamps=())  # of before there were stamps
 

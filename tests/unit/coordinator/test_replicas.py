@@ -60,7 +60,7 @@ def test_no_room_for_a_second_copy_is_an_error(cluster: Cluster) -> None:
     assert not cluster.state.buffers
     alone = Cluster()
     alone.register("a")
-    with pytest.raises(errors.UnavailableError, match="replicas=2 takes two live memory servers; alive: a"):
+    with pytest.raises(errors.UnavailableError, match="replicas=2 needs two live memory servers; alive: a"):
         alone.create(replicas=2)
 
 
@@ -109,7 +109,7 @@ def test_room_for_a_copy_that_never_began_is_dropped(cluster: Cluster) -> None:
     cluster.do(Ticked())
     (segment,) = cluster.state.buffers["w"].segments
     held, room = frozenset({segment.id}), Held(segment.epoch + 1, whole=False, begun=True)
-    with pytest.raises(errors.NotFoundError, match="it holds more than the buffers do"):
+    with pytest.raises(errors.NotFoundError, match="it holds more than the records say"):
         cluster.renew("c", used_bytes=segment.file_bytes)
     cluster.do(registration(cluster.state, server("c"), held, making=held, as_held=room))
     assert cluster.only(AnswerDrops) == AnswerDrops((), ())

@@ -145,10 +145,10 @@ def test_a_new_copy_is_lost_with_its_server(cluster: Cluster, held: bool) -> Non
 def test_a_copy_that_is_not_wanted_any_more_is_not_begun(cluster: Cluster) -> None:
     """Another one was begun meanwhile, the buffer is gone, or the server runs anew."""
     for changes in ({"key": "v"}, {"instance_id": 9}, {"epoch": 2}, {"epoch": 4}, {"segment_id": 99}):
-        with pytest.raises(errors.NotFoundError, match="wants no copy"):
+        with pytest.raises(errors.NotFoundError, match="needs no copy"):
             begin(cluster, **changes)
     begin(cluster)
-    with pytest.raises(errors.NotFoundError, match="wants no copy"):
+    with pytest.raises(errors.NotFoundError, match="needs no copy"):
         begin(cluster, "b")
 
 

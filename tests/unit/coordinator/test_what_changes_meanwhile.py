@@ -269,7 +269,7 @@ def test_a_server_that_is_started_anew_during_a_creation(tmp_path: Path, patient
             maker = SegmentMaker(log, cast(Any, servers))
             creation = Creation("w", (1 << 20,), "float32", server_names=("a", "b"))
             if not patient:
-                with pytest.raises(UnavailableError, match='"a" was started anew meanwhile'):
+                with pytest.raises(UnavailableError, match='"a" was restarted meanwhile'):
                     await maker.create(creation, 0.0)
                 assert not log.state.buffers
                 assert servers.holds == {"a": set(), "b": set(), "c": set()}
@@ -350,7 +350,9 @@ def test_a_primary_is_back_while_its_backup_is_silent(tmp_path: Path) -> None:
             servers.living, servers.mute = 3, frozenset({1})  # both former runs; b's is silent
             await log.commit(ServerDied("a", 1))
             for _ in range(2):
-                with pytest.raises(UnavailableError, match='"b" with other copies of its segments is silent'):
+                with pytest.raises(
+                    UnavailableError, match='"b", which has other copies of its segments, does not answer'
+                ):
                     await service.RegisterServer(request, cast(Any, None))
             await log.commit(ServerRenewed("b", 1, log.state.allocation("b").nbytes))
             await service.RegisterServer(request, cast(Any, None))

@@ -47,20 +47,20 @@ def test_what_goes_in_comes_out() -> None:
 @pytest.mark.parametrize(
     ("wrong", "told"),
     [
-        ([1], "list is no mapping"),
-        ("{}", "str is no mapping"),
+        ([1], "must be a mapping of names to JSON values, not list"),
+        ("{}", "must be a mapping of names to JSON values, not str"),
         ({"a": {1: 2}}, r"metadata\['a'\] has the key 1"),
         ({"a": [0, float("nan")]}, r"metadata\['a'\]\[1\] is nan"),
         ({"a": float("inf")}, "is inf"),
-        ({"a": np.zeros(3)}, "of type ndarray, which is no JSON"),
+        ({"a": np.zeros(3)}, "of type ndarray, which JSON does not have"),
         ({"a": np.int64(3)}, "of type int64"),
         ({"a": b"x"}, "of type bytes"),
         ({"a": {"b", "c"}}, "of type set"),
         ({"a": 10**5000}, "metadata: .*digits"),
         (nested(metadata.NESTING_MAX + 1), "deeper than 64"),
-        ({"a": [[]] * metadata.PARTS_MAX}, "524289 commas and opening brackets as JSON; there is room for 262144"),
-        ({"a": "x" * metadata.TEXT_BYTES_MAX}, "of metadata as JSON; there is room for 4 MiB"),
-        ({"a": random.Random(1).randbytes(1 << 20).hex()}, "of metadata packed; there is room for 1 MiB"),
+        ({"a": [[]] * metadata.PARTS_MAX}, "524289 commas and opening brackets as JSON, but may have at most 262144"),
+        ({"a": "x" * metadata.TEXT_BYTES_MAX}, "metadata .as JSON. may have at most 4 MiB"),
+        ({"a": random.Random(1).randbytes(1 << 20).hex()}, "metadata .packed. may have at most 1 MiB"),
     ],
 )
 def test_what_is_no_json_is_refused_where_it_is(wrong: Any, told: str) -> None:
@@ -82,19 +82,19 @@ def test_the_limit_is_the_last_byte() -> None:
     may have 1 MiB."""
     most = metadata.TEXT_BYTES_MAX - len('{"a":""}')
     assert len(metadata.unpack(metadata.encode("create", {"a": "x" * most}))) == metadata.TEXT_BYTES_MAX
-    with pytest.raises(errors.InvalidArgumentError, match="room for 4 MiB"):
+    with pytest.raises(errors.InvalidArgumentError, match=r"metadata \(as JSON\) may have at most 4 MiB"):
         metadata.encode("create", {"a": "x" * (most + 1)})
     metadata.check("create", metadata.pack('{"a":"' + "x" * most + '"}'))
     with pytest.raises(errors.InvalidArgumentError, match="more than 4 MiB"):
         metadata.check("create", metadata.pack('{"a":"' + "ä" * (most // 2 + 1) + '"}'))
-    with pytest.raises(errors.InvalidArgumentError, match="packed; there is room for 1 MiB"):
+    with pytest.raises(errors.InvalidArgumentError, match=r"metadata \(packed\) may have at most 1 MiB"):
         metadata.check("create", bytes(metadata.PACKED_BYTES_MAX + 1))
 
 
 @pytest.mark.parametrize("spoil", [lambda packed: packed[:-1], lambda packed: packed + b"x", lambda packed: b"{}"])
 def test_what_cannot_be_unpacked_is_refused(spoil: Callable[[bytes], bytes]) -> None:
     """Cut off, with something behind it, or not packed at all: the coordinator says so, and keeps nothing."""
-    with pytest.raises(errors.InvalidArgumentError, match=r"^create: metadata can't be unpacked"):
+    with pytest.raises(errors.InvalidArgumentError, match=r"^create: metadata cannot be unpacked"):
         metadata.check("create", spoil(metadata.encode("create", GOOD)))
 
 
@@ -132,19 +132,19 @@ def test_models_of_ten_thousand_tensors_fit() -> None:
 @pytest.mark.parametrize(
     ("hostile", "told"),
     [
-        ("{", "is no JSON"),
-        ("[]", "is no JSON object"),
-        ("3", "is no JSON object"),
-        ("null", "is no JSON object"),
-        ('{"a":NaN}', "NaN is no JSON number"),
-        ('{"a":-Infinity}', "no JSON number"),
-        ('{"a":[0,[1e999]]}', "number that is infinite"),
-        ('{"a":-1e999}', "number that is infinite"),
+        ("{", "metadata is not JSON"),
+        ("[]", "must be a JSON object"),
+        ("3", "must be a JSON object"),
+        ("null", "must be a JSON object"),
+        ('{"a":NaN}', "NaN is not a JSON number"),
+        ('{"a":-Infinity}', "not a JSON number"),
+        ('{"a":[0,[1e999]]}', "an infinite number"),
+        ('{"a":-1e999}', "an infinite number"),
         ('{"a":[' + "[]," * metadata.PARTS_MAX + "1]}", "524290 commas and opening brackets"),
-        ('{"a":' + "1" * 5000 + "}", "is no JSON"),
+        ('{"a":' + "1" * 5000 + "}", "metadata is not JSON"),
         ('{"a":' * 65 + "1" + "}" * 65, "deeper than 64"),
         ('{"a":' * 130_000 + "1" + "}" * 130_000, "deeper than 64"),
-        ("[" * 130_000, "deeper than 64|no JSON"),
+        ("[" * 130_000, "deeper than 64|not JSON"),
         (" " * (metadata.TEXT_BYTES_MAX + 1), "more than 4 MiB"),
     ],
 )
