@@ -13,7 +13,6 @@ from smb.call.lock_renewals import Renewals
 from smb.call.sync_requests import (
     USER_LOCK,
     Home,
-    NotInTimeError,
     SegmentMovedError,
     outcome_unknown,
     raise_fences,
@@ -21,7 +20,6 @@ from smb.call.sync_requests import (
 )
 from smb.engine import AskOpcode, PendingRequest
 from smb.errors import (
-    DeadlineError,
     Error,
     InvalidArgumentError,
     LockLostError,
@@ -48,10 +46,10 @@ class Lock:
     ) -> None:
         if not _TTL_MIN_S <= ttl <= _TTL_MAX_S:
             raise InvalidArgumentError(
-                f"lock {homes[0].what}: ttl={ttl!r} is not between {_TTL_MIN_S} and {_TTL_MAX_S:g} s"
+                f"lock {homes[0].what}: ttl must be between {_TTL_MIN_S} and {_TTL_MAX_S:g} s, not {ttl!r}"
             )
         if timeout is not None and timeout < 0:
-            raise InvalidArgumentError(f"lock {homes[0].what}: timeout={timeout!r} is less than 0")
+            raise InvalidArgumentError(f"lock {homes[0].what}: timeout must be at least 0, not {timeout!r}")
         self._home, self._others = homes[0], homes[1:]
         self._renewals = renewals
         self._ttl_ms = round(ttl * 1000)
@@ -72,8 +70,8 @@ class Lock:
         taken.
         """
         if self._token == 0:
-            when = "was released; take it again" if self._released else "is not taken; enter it first"
-            raise InvalidArgumentError(f"lock {self._home.what}: it {when} (with lock: ...)")
+            when = "was released; take it again" if self._released else "is not held; enter it first"
+            raise InvalidArgumentError(f"lock {self._home.what}: the lock {when} (with lock: ...)")
         return self._token
 
     @property
@@ -90,19 +88,18 @@ class Lock:
         """
         asked = f"lock {self._home.what}"
         if self._token != 0:
-            raise InvalidArgumentError(f"{asked}: it is taken already, by this object; make another one to wait for it")
+            raise InvalidArgumentError(
+                f"{asked}: this object already holds the lock; use another Lock object to wait for it"
+            )
         words = (self._ttl_ms, wait_ms(self._timeout), 0)
         try:
-            reply = self._home.ask(asked, AskOpcode.LOCK, USER_LOCK, words, wait=self._timeout)
+            late = f"not acquired within {self._timeout or 0:g} s: another client holds it, or has waited for longer"
+            reply = self._home.ask(asked, AskOpcode.LOCK, USER_LOCK, words, wait=self._timeout, late=late)
             self._token, self._lost = reply.a, False
             self._expires = time.monotonic() + self._ttl_ms / 1000
-            if self._others:  # before anything is done under the lock: lower tokens are to be refused
+            if self._others:  # do this before anything is changed under the lock: servers must refuse lower tokens
                 raise_fences(self._others, USER_LOCK, self._token, asked)
             self._renewals.add(self, self._ttl_ms / 1000 / _RENEWALS_PER_TTL)
-        except NotInTimeError as error:
-            raise DeadlineError(
-                f"{asked}: not ours within {self._timeout:g} s: another holds it, or waited longer"
-            ) from error
         except BaseException as error:
             self._give_up(asked)
             outcome_unknown(error)
@@ -110,7 +107,7 @@ class Lock:
         return self
 
     def _give_up(self, asked: str) -> None:
-        """Release it after a failed acquire, if we got it. Without an answer its ttl ends it."""
+        """Release the lock after a failed acquire, if it was taken. If that fails, the lock ends with its ttl."""
         token, self._token = self._token, 0
         if token == 0:
             return
@@ -162,7 +159,7 @@ class Lock:
         except Error:
             if error is None:
                 raise
-            _log.warning("lock %s was lost, or could not be released, on the way out of an error", self._home.what)
+            _log.warning("lock %s was lost, or could not be released, while an error left its block", self._home.what)
 
     def __index__(self) -> int:
         return operator.index(self.token)
@@ -182,14 +179,14 @@ class Lock:
             except (SegmentMovedError, NotFoundError) as error:
                 if self._home.named and not isinstance(error, SegmentMovedError):
                     raise
-                self._home.ask(asked, AskOpcode.RENEW, USER_LOCK, (token, self._ttl_ms))  # goes where it is
+                self._home.ask(asked, AskOpcode.RENEW, USER_LOCK, (token, self._ttl_ms))  # ask() follows the segment
         except LockLostError:
             self.lose(token)
             raise
         except NotFoundError as error:
             if not self._home.named:
                 raise
-            self.lose(token)  # only what nobody holds is freed
+            self.lose(token)  # only a lock that nobody holds is freed
             raise self._lost_error("renewal") from error
         if self._token == token:
             self._expires = began + self._ttl_ms / 1000
@@ -203,5 +200,5 @@ class Lock:
     def _lost_error(self, call: str) -> LockLostError:
         return LockLostError(
             f"{call} of lock {self._home.what}: its lease of {self._ttl_ms / 1000:g} s ran out before it was renewed; "
-            f"another may hold it now; what you did under it without fence= may have met others' changes"
+            f"another client may hold it now; changes made under it without fence= may be mixed with those of others"
         )

@@ -72,7 +72,7 @@ class SegmentMovedError(UnavailableError):
     """The server does not answer for the segment, which may have moved."""
 
 
-class NotInTimeError(DeadlineError):
+class _NotInTimeError(DeadlineError):
     """The server answered that the wait ended after the given time. Nothing was done."""
 
 
@@ -114,12 +114,20 @@ class Home:
         self._link: Link | None = None
 
     def ask(
-        self, asked: str, opcode: AskOpcode, argument: int = 0, words: tuple[int, ...] = (), *, wait: float | None = 0.0
+        self,
+        asked: str,
+        opcode: AskOpcode,
+        argument: int = 0,
+        words: tuple[int, ...] = (),
+        *,
+        wait: float | None = 0.0,
+        late: str = "timed out; nothing was done",
     ) -> Reply:
         """Return the server's answer. Blocks up to `wait` seconds (None: without limit) plus the client's timeout.
 
-        Raises NotInTimeError, TimeoutError (no answer, outcome unknown), LockLostError, BrokenBarrierError,
-        NotFoundError (deleted), UnavailableError (the server could not be reached within the client's timeout).
+        Raises TimeoutError (with the text `late` if the server answered that the wait is over; otherwise the outcome is
+        unknown), LockLostError, BrokenBarrierError, NotFoundError (deleted), UnavailableError (the server could not be
+        reached within the client's timeout).
         """
         first, reopened = time.monotonic(), False
         backoff = pauses(Deadline(self._client.timeout))
@@ -129,6 +137,8 @@ class Home:
             try:
                 left = None if wait is None else max(0.0, wait - passed_s)
                 return self._ask(asked, opcode, argument, _words_after(opcode, words, passed_s), left)
+            except _NotInTimeError:
+                raise DeadlineError(f"{asked}: {late}") from None
             except (PermissionDeniedError, SegmentMovedError, NotFoundError) as error:  # the server did nothing
                 # the parties that had arrived are forgotten, too
                 if opcode is AskOpcode.AWAIT_BARRIER and isinstance(error, NotFoundError):
@@ -142,6 +152,8 @@ class Home:
                     backoff = pauses(Deadline(self._client.timeout))
                 action = self._recover(asked, error, backoff, reopened=reopened)
                 if action is Action.FAIL:
+                    if isinstance(error, SegmentMovedError):
+                        raise UnavailableError(str(error), outcome=error.outcome) from None
                     raise
                 reopened |= action is Action.REOPEN
 
@@ -343,7 +355,7 @@ class Home:
     def _error(self, asked: str, reply: Reply) -> Error:
         match reply.status:
             case Status.TIMEOUT:
-                return NotInTimeError(f"{asked}: timed out; nothing was done")
+                return _NotInTimeError(f"{asked}: timed out; nothing was done")
             case Status.LOCK_LOST:
                 return LockLostError(
                     f"{asked}: the lock's lease ran out, and another client may hold it now; take it again"

@@ -13,7 +13,7 @@ from typing import Any
 
 from smb.call.dispatcher import Dispatcher
 from smb.call.outcomes import Failed
-from smb.call.sync_requests import PUBLISHER_LOCK, Home, NotInTimeError, raise_fences, wait_ms
+from smb.call.sync_requests import PUBLISHER_LOCK, Home, raise_fences, wait_ms
 from smb.engine import LATEST, AskOpcode, Opcode, Request, address_of, memory_at
 from smb.errors import (
     NOT_APPLIED,
@@ -271,18 +271,14 @@ class Versions:
     def begin(self, timeout: float, ttl: float, readers: float) -> Publication:
         """Take the publisher's turn; see Buffer.publish for its limits."""
         asked, homes = self._arguments.asked("publish"), self._calls.paths.homes()
-        try:
-            turn = homes[0].ask(
-                asked,
-                AskOpcode.LOCK,
-                PUBLISHER_LOCK | self._calls.info.versions << 8,
-                (round(1000 * ttl), wait_ms(timeout), 0, wait_ms(readers)),
-                wait=timeout,
-            )
-        except NotInTimeError as error:
-            raise DeadlineError(
-                f"{asked}: another publisher or a reader's pin was in the way for {timeout:g} s; nothing was done"
-            ) from error
+        turn = homes[0].ask(
+            asked,
+            AskOpcode.LOCK,
+            PUBLISHER_LOCK | self._calls.info.versions << 8,
+            (round(1000 * ttl), wait_ms(timeout), 0, wait_ms(readers)),
+            wait=timeout,
+            late=f"another publisher or a reader's pin was in the way for {timeout:g} s; nothing was done",
+        )
         begun = Publication(self._calls, turn.a, turn.b & _VERSION_MASK, turn.b >> _VERSION_BITS, ttl)
         try:
             raise_fences(homes[1:], PUBLISHER_LOCK, turn.a, asked)

@@ -100,7 +100,7 @@ def test_locks_of_two_copies(cluster: smb.LocalCluster, client: smb.Client, way:
         with pytest.raises(smb.LockLostError):
             theirs.accumulate(ones, fence=former)
         buffer.accumulate(ones, fence=lock)
-        with pytest.raises(smb.TimeoutError, match="another holds it"):
+        with pytest.raises(smb.TimeoutError, match="another client holds it"):
             theirs.lock(timeout=0.01).acquire()
         lock.release()
         with theirs.lock(timeout=20) as later:
@@ -267,7 +267,7 @@ def test_what_is_not_there_yet_is_refused_with_a_sentence(cluster: smb.LocalClus
     state = client.create("m", like=buffer)
     assert [each.info.replicas for each in (buffer, like, state)] == [2, 1, 2]
     for call, told in (
-        (lambda: buffer.view(), "has no view; use read"),
+        (lambda: buffer.view(), "cannot be mapped; use read"),
         (lambda: buffer.apply("momentum", like, state, lr=0.1, mu=0.9), "create it with state_of='w'"),
         (lambda: like.apply("sgd", buffer, lr=0.1), "has two copies but the weights have one"),
         (lambda: buffer.accumulate_from(client.create("n", 1000, stripe="4KiB")), "create it with like='w'"),
@@ -279,10 +279,12 @@ def test_what_is_not_there_yet_is_refused_with_a_sentence(cluster: smb.LocalClus
     with smb.connect(cluster.address, transport="shm") as other:
         with pytest.raises(smb.TransportError, match="two copies"):
             other.open("w").read()
-        with pytest.raises(smb.InvalidArgumentError, match=r"create 'shm': with two copies .* transport='auto'"):
+        with pytest.raises(
+            smb.InvalidArgumentError, match=r"create 'shm': a buffer with two copies .* transport='auto'"
+        ):
             other.create("shm", 1000, replicas=2)
     for wrong in (0, 3, True):
-        with pytest.raises(smb.InvalidArgumentError, match=f"replicas={wrong}; there are 1 and 2"):
+        with pytest.raises(smb.InvalidArgumentError, match=f"replicas must be 1 or 2, not {wrong}"):
             client.create("wrong", 1000, replicas=wrong)
     with pytest.raises(smb.AlreadyExistsError, match="replicas 2, not 1"):
         client.create("w", 1000, exist_ok=True)

@@ -188,6 +188,7 @@ LEFT_OUT = {
     "regressions/test_pid_namespaces.py": "is about shared memory",
     "regressions/test_power_failures_at_the_coordinator.py": _ELSEWHERE,
     "regressions/test_private_names_are_deleted.py": _ELSEWHERE,
+    "regressions/test_public_error_classes.py": "is about classes of errors, over any connection",
     "regressions/test_progress_ends_while_it_is_closed.py": "is about the thread itself",
     "regressions/test_readers_of_what_was_made_anew.py": _TRAINING,
     "regressions/test_room_for_a_copy_that_never_began.py": "is about the control plane",
