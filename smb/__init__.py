@@ -69,7 +69,7 @@ __all__ = [
 ]
 __version__ = "0.1.0"
 
-# A daemon and most commands need no client: its modules are imported with the first name that is asked for.
+# A daemon and most commands need no client, so its modules are imported when one of these names is first used.
 _MODULES = {
     "Buffer": "smb.buffer",
     "BufferInfo": "smb.buffer_info",
@@ -86,7 +86,7 @@ _MODULES = {
 }
 
 
-if not TYPE_CHECKING:  # else every misspelt name would have a type
+if not TYPE_CHECKING:  # otherwise mypy would accept every misspelt name
 
     def __getattr__(name: str) -> Any:
         if name not in _MODULES:

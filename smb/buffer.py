@@ -53,7 +53,7 @@ from smb.transport.base import Deadline
 Array = np.ndarray[Any, np.dtype[Any]]
 Result = TypeVar("Result")
 
-# Short, for these are all over.
+# Short names, since these are used often.
 _READ, _WRITE, _ACCUMULATE = Opcode.READ, Opcode.WRITE, Opcode.ACCUMULATE
 _PUBLISH_TTL_S = 10.0
 _PUBLISH_WAIT_MAX_S = 86400.0
@@ -105,9 +105,9 @@ class Buffer:
         self._arguments = self._dispatcher.arguments
         self._target = self._dispatcher.target
         self._versions = Versions(self._dispatcher)
-        self._table: TensorTable | None = None  # once somebody asks
+        self._table: TensorTable | None = None  # made at the first use
 
-    # ---- what it is
+    # ---- description
 
     @property
     def name(self) -> str:
@@ -165,7 +165,7 @@ class Buffer:
 
     @property
     def table(self) -> TensorTable:
-        """The places of the named tensors; empty if there are none. Raises Error if the metadata makes no sense."""
+        """The positions of the named tensors; empty if there are none. Raises Error if the metadata is invalid."""
         if self._table is None:
             try:
                 self._table = TensorTable.from_metadata(self.metadata, self.dtype, self.nbytes)
@@ -278,7 +278,10 @@ class Buffer:
         """Set every element to `value`, converted to the buffer's dtype."""
         element = arrays.scalar(value, self._arguments.dtype)
         if element is None:
-            raise InvalidArgumentError(f"{self._arguments.asked('fill')}: {value!r} is no {self._arguments.dtype.name}")
+            raise InvalidArgumentError(
+                f"{self._arguments.asked('fill')}: value must be a number that {self._arguments.dtype.name} can hold, "
+                f"not {value!r}"
+            )
         argument = int.from_bytes(element.tobytes(), "little")
         self._dispatcher.call(Request(Opcode.FILL, 0, self.nbytes, argument=argument), fence=fence)
 
@@ -296,27 +299,30 @@ class Buffer:
         """
         if self.info.movable:
             raise InvalidArgumentError(
-                f"{self._arguments.asked('view')}: it has two copies (replicas=2), or has moved from one server to "
-                f"another, so its servers alone change it, and it has no view; use read()"
+                f"{self._arguments.asked('view')}: a buffer that has two copies (replicas=2) or has moved to "
+                f"another server is changed by its servers alone and cannot be mapped; use read()"
             )
         if self._dispatcher.info.versions > 1:
-            raise InvalidArgumentError(f"{self._arguments.asked('view')}: it keeps several versions; use read()")
+            raise InvalidArgumentError(
+                f"{self._arguments.asked('view')}: a buffer with several versions cannot be mapped; use read()"
+            )
         handle = self._dispatcher.paths.ensure(Deadline(self._session.timeout))
         for segment, path in zip(self.layout.segments, self._dispatcher.paths.found, strict=True):
             if path.segment is None:
                 raise TransportError(
-                    f"{self._arguments.asked('view')}: its part on server {segment.server} is reached over "
-                    f"{path.transport} ({path.why}), and a view needs shared memory; use read()"
+                    f"{self._arguments.asked('view')}: the part on server {segment.server} is reached over "
+                    f"{path.transport} ({path.why}) but a view needs shared memory; use read()"
                 )
         try:
             address, nbytes = handle.map()
         except EngineError as error:
             if error.status is Status.BUSY:
                 raise InvalidArgumentError(
-                    f"{self._arguments.asked('view')}: its server is or was being drained, so it may move; use read()"
+                    f"{self._arguments.asked('view')}: its server is or was being drained, so the buffer may move; use "
+                    "read()"
                 ) from error
             raise TransportError(
-                f"{self._arguments.asked('view')}: the memory can't be mapped: {error}; use read()"
+                f"{self._arguments.asked('view')}: the memory cannot be mapped: {error}; use read()"
             ) from error
         return arrays.mapped_array(address, nbytes, self.shape, self.dtype)
 
@@ -382,7 +388,7 @@ class Buffer:
         if count == 0:
             self._dispatcher.call(Request(_ACCUMULATE, start, nbytes, sink=sink, op=number), fence=fence)
             return cast("Array | None", result)
-        # Before the lock: an earlier async call with this residual takes that, too.
+        # Take the turn before the lock: an earlier async call with this residual needs the lock, too.
         deadline = Deadline(self._session.timeout)
         self._dispatcher.wait_turn(Request(_ACCUMULATE, start, nbytes), deadline)
         with feedback.lock:
@@ -435,15 +441,18 @@ class Buffer:
         if feedback is not None:
             self._check_feedback(feedback, op, "accumulate_sparse")
             if scale != 1.0:
-                raise InvalidArgumentError(f"{asked}: scale={scale!r} with feedback=: give it to top_k, which scales")
+                raise InvalidArgumentError(
+                    f"{asked}: scale={scale!r} cannot be passed with feedback=; pass it to top_k(), which applies it"
+                )
         number = self._arguments.op(op, scale, "accumulate_sparse")
         if len(positions.shape) != 1 or len(memory.shape) > 1 or where.size != memory.count:
             raise InvalidArgumentError(
-                f"{asked}: int64{list(positions.shape)} indices for values of shape {memory.shape}; pass flat ones"
+                f"{asked}: indices of shape {list(positions.shape)} do not fit values of shape {list(memory.shape)}; "
+                "pass flat arrays of equal size"
             )
         first, count = (int(where[0]), int(where[-1]) - int(where[0]) + 1) if where.size else (0, 0)
         if first < 0 or first + count > self.size or not (where[1:] > where[:-1]).all():
-            raise InvalidArgumentError(f"{asked}: indices must ascend strictly, from 0 to {self.size - 1}")
+            raise InvalidArgumentError(f"{asked}: indices must be strictly ascending and between 0 and {self.size - 1}")
         itemsize = self._arguments.itemsize
         request = Request(
             _ACCUMULATE, first * itemsize, count * itemsize, memory.pointer, op=number, scale=scale, wire=SPARSE_WIRE,
@@ -499,8 +508,8 @@ class Buffer:
         scales, wires = each_of(scale, len(others)), each_of(wire, len(others))
         if not len(scales) == len(wires) == len(others):
             raise InvalidArgumentError(
-                f"{asked}: {len(others)} buffers with {len(scales)} scales and {len(wires)} wires; give one for each "
-                f"buffer, or one for all"
+                f"{asked}: {len(others)} buffers, {len(scales)} scales and {len(wires)} wires were passed; pass one "
+                f"for each buffer, or one for all"
             )
         offset, count = self._arguments.range(offset, count, "accumulate_from")
         numbers = [
@@ -508,14 +517,15 @@ class Buffer:
         ]
         if len(others) != 1 and (op != "replace" or not 2 <= len(others) <= SOURCES_MAX):
             raise InvalidArgumentError(
-                f"{asked}: op='replace' sums 2 to {SOURCES_MAX} buffers, and asked is op={op!r} of {len(others)}"
+                f"{asked}: only op='replace' takes several buffers, 2 to {SOURCES_MAX} of them; op={op!r} with "
+                f"{len(others)} was asked"
             )
         encodings = [self._arguments.wire(each, "accumulate_from") for each in wires]
         dispatchers = self._operands("accumulate_from", *others)
         for each in others:
             check_beside(asked, self, each)
             if each.info.versions > 1:
-                raise InvalidArgumentError(f"{asked}: {each!r} keeps several versions; read() it and accumulate")
+                raise InvalidArgumentError(f"{asked}: {each!r} keeps several versions; read() it and use accumulate()")
         itemsize = self._arguments.itemsize
         request = Request(Opcode.ACCUMULATE_FROM, offset * itemsize, count * itemsize, op=numbers[0])
         if len(others) > 1:
@@ -572,11 +582,17 @@ class Buffer:
         numbers = hyper_of(known, hyper, asked)
         if len(state) != len(known.states):
             wanted = f"{len(known.states)} ({', '.join(known.states)})" if known.states else "none"
-            raise InvalidArgumentError(f"{asked}: rule {rule!r} has {wanted} as its state, but {len(state)} were given")
+            raise InvalidArgumentError(
+                f"{asked}: rule {rule!r} takes {wanted} as its state, but {len(state)} were passed"
+            )
         if self._arguments.dtype.name != "float32":
-            raise InvalidArgumentError(f"{asked}: it is {self._arguments.dtype.name}; rules are for float32 buffers")
+            raise InvalidArgumentError(
+                f"{asked}: rules are for float32 buffers, and this one is {self._arguments.dtype.name}"
+            )
         if not self._dispatcher.unversioned:
-            raise InvalidArgumentError(f"{asked}: it keeps several versions (versions); use others")
+            raise InvalidArgumentError(
+                f"{asked}: rules cannot change a buffer that keeps several versions; use one with versions=1"
+            )
         others = self._operands("apply", gradient, *state)
         check_step(asked, known, self, gradient, state)
         offset, count = self._arguments.range(offset, count, "apply")
@@ -671,20 +687,22 @@ class Buffer:
             self._dispatcher.wait_turn(Request(_WRITE, 0, self.nbytes), Deadline(self._session.timeout))
         asked = self._arguments.asked("publish")
         timeout = self._session.timeout if timeout is None else timeout
-        if not 0 <= timeout <= _PUBLISH_WAIT_MAX_S:  # NaN is neither
-            raise InvalidArgumentError(f"{asked}: timeout={timeout!r} is not between 0 and {_PUBLISH_WAIT_MAX_S:g} s")
+        if not 0 <= timeout <= _PUBLISH_WAIT_MAX_S:  # NaN fails this test, too
+            raise InvalidArgumentError(
+                f"{asked}: timeout must be between 0 and {_PUBLISH_WAIT_MAX_S:g} s, not {timeout!r}"
+            )
         if ttl is None:
-            ttl = max(self._session.timeout, _PUBLISH_TTL_S)  # all below ends within the client's timeouts
+            ttl = max(self._session.timeout, _PUBLISH_TTL_S)  # all steps below end within the client's timeouts
         if readers is None:
             readers = max(PIN_S_MAX, timeout - 1.0)
         if not 0.001 <= readers <= _PUBLISH_WAIT_MAX_S:
             raise InvalidArgumentError(
-                f"{asked}: readers={readers!r} is not between 0.001 and {_PUBLISH_WAIT_MAX_S:g} s"
+                f"{asked}: readers must be between 0.001 and {_PUBLISH_WAIT_MAX_S:g} s, not {readers!r}"
             )
         if not 0.001 <= ttl <= _PUBLISH_WAIT_MAX_S:
-            raise InvalidArgumentError(f"{asked}: ttl={ttl!r} is not between 0.001 and {_PUBLISH_WAIT_MAX_S:g} s")
+            raise InvalidArgumentError(f"{asked}: ttl must be between 0.001 and {_PUBLISH_WAIT_MAX_S:g} s, not {ttl!r}")
         if self.info.mirror_of:
-            raise InvalidArgumentError(f"{asked}: it is a mirror; publish to {self.info.mirror_of!r}")
+            raise InvalidArgumentError(f"{asked}: a mirror cannot be published to; publish to {self.info.mirror_of!r}")
         return self._versions.publish(memory.pointer, timeout, ttl, readers)
 
     def wait(self, version: int, *, timeout: float | None = None) -> int:
@@ -695,7 +713,8 @@ class Buffer:
         if not 0 <= operator.index(version) < 2**63 or (timeout is not None and timeout < 0):
             raise InvalidArgumentError(f"{asked}: version and timeout={timeout!r} must not be negative")
         home = self._dispatcher.paths.homes()[0]
-        return home.ask(asked, AskOpcode.AWAIT_VERSION, 0, (version, wait_ms(timeout)), wait=timeout).a
+        late = f"not published within {timeout or 0:g} s; nothing was done"
+        return home.ask(asked, AskOpcode.AWAIT_VERSION, 0, (version, wait_ms(timeout)), wait=timeout, late=late).a
 
     def settle(self, error: BaseException, *, timeout: float | None = None) -> list[range]:
         """Find out what became of a call of this buffer that raised `error`. Afterwards `error.outcome` says it.
@@ -787,7 +806,7 @@ class Buffer:
             number = self._arguments.wire(wire, "read")
             start, elements, result, memory = self._sink(offset, count, out)
         except InvalidArgumentError:
-            return self._submit(call, offset, count, changes=False, **when)  # which says why
+            return self._submit(call, offset, count, changes=False, **when)  # the call raises the error
         if memory.deliver is not None:
             return self._submit(call, offset, count, changes=False, **when)
         itemsize = self._arguments.itemsize
@@ -841,13 +860,13 @@ class Buffer:
             if deliver is None:
                 return self._dispatcher.later(request, call, result=result, keeps=owner, fence=fence, **when)
         except InvalidArgumentError:
-            pass  # the call itself says why
+            pass  # the call below raises the error
         return self._submit(call, offset, _elements(array), **when)
 
     def _addition(
         self, array: Any, offset: int | None, op: str, scale: float, fetch: bool, out: Any, wire: str | None
     ) -> tuple[Request, Any, Any, Callable[[], object] | None]:
-        """Return (request, array to return, what keeps the array alive, what to do when it is done)."""
+        """Return (request, array to return, owner of the array's memory, function to call when it is done)."""
         number = self._arguments.op(op, scale, "accumulate")
         wires = self._arguments.wire(wire, "accumulate")
         pointer, offset, count, owner = self._arguments.source(array, offset, "accumulate")
@@ -855,7 +874,9 @@ class Buffer:
         start, nbytes = offset * self._arguments.itemsize, count * self._arguments.itemsize
         if out is not None and abs(address_of(sink) - address_of(pointer)) < nbytes:
             # After a broken connection the answer would be sent in place of the array.
-            raise InvalidArgumentError(f"{self._arguments.asked('accumulate')}: out= shares memory with the array")
+            raise InvalidArgumentError(
+                f"{self._arguments.asked('accumulate')}: out= must not share memory with the array"
+            )
         request = Request(_ACCUMULATE, start, nbytes, pointer, sink, op=number, scale=scale, wire=wires)
         return request, result, owner, deliver
 
@@ -864,7 +885,7 @@ class Buffer:
     ) -> tuple[Any, Any, Callable[[], object] | None]:
         """Return (array to return, its pointer, its `deliver`) for the values that fetch=True brings back."""
         if out is not None and not fetch:
-            raise InvalidArgumentError(f"{self._arguments.asked('accumulate')}: out= is for fetch=True")
+            raise InvalidArgumentError(f"{self._arguments.asked('accumulate')}: out= needs fetch=True")
         if not fetch:
             return None, NOWHERE, None
         result = np.empty(shape, self.dtype) if out is None else out
@@ -885,20 +906,21 @@ class Buffer:
         try:
             start, elements = self._arguments.range(0 if offset is None else offset, count, "")
         except InvalidArgumentError:
-            start = elements = 0  # the call itself says why, and changes nothing
+            start = elements = 0  # the call raises the error, and changes nothing
         return self._session.calls.submit(
             call, self._dispatcher.turns, start, start + elements, changes=changes, priority=priority, window=window
         )
 
     def _renamed(self, name: str) -> None:
-        """Take note of the name that this client has given it, for those who are shown it; nobody is asked."""
+        """Store the name that this client has given the buffer, for messages. Makes no request."""
         self._arguments.info = replace(self._arguments.info, name=name)
 
     def _operands(self, call: str, *others: Buffer) -> tuple[Dispatcher, ...]:
         for each in others:
             if not isinstance(each, Buffer) or each._session is not self._session:
                 raise InvalidArgumentError(
-                    f"{self._arguments.asked(call)}: the other must be a buffer opened by the same client, not {each!r}"
+                    f"{self._arguments.asked(call)}: the other buffer must be one opened by the same client, not "
+                    f"{each!r}"
                 )
         return tuple(each._dispatcher for each in others)
 
@@ -909,29 +931,33 @@ class Buffer:
             )
         if feedback.buffer.info.id != self.info.id:  # the name may be another buffer's by now
             raise InvalidArgumentError(
-                f"{self._arguments.asked(call)}: feedback= is of another buffer, which had the name "
+                f"{self._arguments.asked(call)}: feedback= belongs to another buffer, which had the name "
                 f"{feedback.buffer.name!r}; make an ErrorFeedback of this buffer"
             )
 
     def _check_versions(self, call: str) -> None:
         if self._dispatcher.info.versions == 1:
             raise InvalidArgumentError(
-                f"{self._arguments.asked(call)}: it keeps one version; create it with versions=2"
+                f"{self._arguments.asked(call)}: the buffer keeps one version; create it with versions=2"
             )
 
     def _check_version(self, call: str, version: int) -> None:
         self._check_versions(call)
         if not 0 <= operator.index(version) < 2**56:
-            raise InvalidArgumentError(f"{self._arguments.asked(call)}: there is no version {version}")
+            raise InvalidArgumentError(
+                f"{self._arguments.asked(call)}: version must be between 0 and 2**56 - 1, not {version}"
+            )
 
     def _nothing_yet(self, call: str) -> NotFoundError:
         return NotFoundError(
-            f"{self._arguments.asked(call)}: nothing was published yet; wait(1) waits for the first version, "
+            f"{self._arguments.asked(call)}: nothing is published yet; wait(1) waits for the first version, "
             f"and so does read(timeout=)"
         )
 
     def _await_published(self, version: int | None, timeout: float) -> None:
-        """Wait until there is a version, or the one that is wanted; not longer: the read says that it is not there."""
+        """Wait at most `timeout` seconds until there is a version, or the given one. Never raises: the read says what
+        is missing.
+        """
         with suppress(DeadlineError):
             self.wait(max(1, version or 1), timeout=timeout)
 
@@ -957,13 +983,13 @@ _MASK = 2**64 - 1
 
 
 def _as_made(fence: Lock | None) -> Lock | None:
-    """Return the lock of an async call as it is now, when the call is made."""
+    """Return the lock of an async call with the token that it has when the call is made."""
     return None if fence is None else cast(Lock, FenceAsMade(fence))
 
 
 def _elements(array: Any) -> int | None:
     """Return how many elements an array has, if that is known without converting it; else None."""
     size = getattr(array, "size", None)
-    if callable(size):  # torch's
+    if callable(size):  # torch's size is a method
         size = array.numel() if hasattr(array, "numel") else None
     return size if isinstance(size, int) else None

@@ -49,12 +49,12 @@ class BufferInfo:
     layout: Layout
     created: float
     versions: int
-    copy_stride_bytes: int  # from one version's copy to the next one's; 0 for one copy
-    replicas: int = 1  # copies on different servers; which segments have lost one: SegmentLocation.backup
-    wire: str = "exact"  # how its elements travel unless a call says
-    mirror_of: str = ""  # of a mirror: the published buffer
-    mirrors: tuple[Mirror, ...] = ()  # of a published buffer; of one that was listed, ()
-    metadata_json: str = field(default="", repr=False)  # the text of Buffer.metadata; of one that was listed, ""
+    copy_stride_bytes: int  # from one version's copy to the next one's; 0 for a single copy
+    replicas: int = 1  # copies on different servers; SegmentLocation.backup tells which segments have lost one
+    wire: str = "exact"  # how elements travel unless a call says otherwise
+    mirror_of: str = ""  # the published buffer, if this one is a mirror
+    mirrors: tuple[Mirror, ...] = ()  # mirrors of a published buffer; () in an item of list()
+    metadata_json: str = field(default="", repr=False)  # the text of Buffer.metadata; "" in an item of list()
 
     @property
     def movable(self) -> bool:
@@ -72,16 +72,16 @@ class BufferInfo:
         return any(segment.lost for segment in self.layout.segments)
 
     def moves_with(self, other: BufferInfo) -> bool:
-        """True if each segment is in one group with the other buffer's, so that they move together for good.
+        """True if each segment is in one bundle with the other buffer's, so that they always move together.
 
-        `other` may have been described before there was a group: its segments are then the first of the groups.
+        `other` may have been described before there was a bundle: its segments are then the first of the bundles.
         """
         here, there = self.layout.segments, other.layout.segments
         return [segment.group or segment.id for segment in here] == [segment.group or segment.id for segment in there]
 
     @classmethod
     def of(cls, buffer: pb.Buffer) -> BufferInfo:
-        """Return it from the coordinator's message."""
+        """Build a description from the coordinator's message."""
         dtype = DTYPES[buffer.dtype]
         locations = tuple(_location(buffer, segment) for segment in buffer.layout.segments)
         layout = Layout(
@@ -97,7 +97,7 @@ class BufferInfo:
             buffer.id,
             tuple(buffer.shape),
             dtype.numpy,
-            math.prod(buffer.shape) * dtype.itemsize,  # buffer.nbytes is what is stored: one element at least
+            math.prod(buffer.shape) * dtype.itemsize,  # buffer.nbytes is the stored size: at least one element
             layout,
             buffer.created_at,
             buffer.versions or 1,
@@ -124,9 +124,9 @@ class BufferInfo:
 
 
 def check_replicas(asked: str, replicas: object) -> None:
-    """Raise InvalidArgumentError for what is no number of copies. None is what the callee takes by itself."""
+    """Raise InvalidArgumentError unless `replicas` is a valid number of copies, or None for the callee's default."""
     if replicas is not None and (type(replicas) is not int or replicas not in (1, 2)):
-        raise InvalidArgumentError(f"{asked}: replicas={replicas!r}; there are 1 and 2")
+        raise InvalidArgumentError(f"{asked}: replicas must be 1 or 2, not {replicas!r}")
 
 
 def _location(buffer: pb.Buffer, segment: pb.Segment) -> SegmentLocation:

@@ -58,9 +58,9 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 
 _CLOSE_S = 1.0
-_FIND_S = 2.0  # which server a lock is on: a caller with a short timeout is not kept for longer
+_FIND_S = 2.0  # limit of the search for a lock's server: it does not delay a caller with a short timeout for longer
 _NAME_MAX = 64
-_TIMEOUT_MAX_S = 10**6  # eleven days; in milliseconds it still fits the engine's 32 bits
+_TIMEOUT_MAX_S = 10**6  # eleven days; in milliseconds this still fits into the engine's 32 bits
 
 _log = logging.getLogger("smb")
 
@@ -155,10 +155,10 @@ def connect(
     address = address or text_of("cluster.coordinator") or DEFAULT_COORDINATOR
     parse_addresses(address)
     if name is not None and not (isinstance(name, str) and name.isprintable() and 0 < len(name) <= _NAME_MAX):
-        raise InvalidArgumentError(f"connect: name={name!r} is no name; give 1 to {_NAME_MAX} printable characters")
+        raise InvalidArgumentError(f"connect: name must have 1 to {_NAME_MAX} printable characters, not {name!r}")
     if not isinstance(timeout, numbers.Real) or not 0 < timeout <= _TIMEOUT_MAX_S:
         raise InvalidArgumentError(
-            f"connect: timeout={timeout!r} is no time in seconds, more than 0 and at most {_TIMEOUT_MAX_S}"
+            f"connect: timeout must be a number of seconds above 0 and at most {_TIMEOUT_MAX_S}, not {timeout!r}"
         )
     checksum = switch_of("client.checksum") if checksum is None else bool(checksum)
     choice = check_choice(text_of("client.transport") or transport)
@@ -188,12 +188,12 @@ class Client:
         make_rdma: MakesRdma,
         name: str | None = None,
     ) -> None:
-        self.pages: Pages | None = None  # serve_metrics
+        self.pages: Pages | None = None  # set by serve_metrics
         self._session = ClusterSession(address, transport, timeout, checksum, credentials, make_rdma, name)
         self._coordinator = self._session.coordinator
         self._lock = threading.Lock()
         self._homes: dict[tuple[pb.Kind, str], Home] = {}
-        self._copies: dict[str, int] = {}  # of locks for which more than one was asked
+        self._copies: dict[str, int] = {}  # of locks for which a number of copies above one was asked
         _open.add(self)
 
     @property
@@ -270,7 +270,9 @@ class Client:
         _check_name("create", name)
         check_replicas(f"create {name!r}", replicas)
         if not isinstance(versions, int) or not 1 <= versions <= VERSIONS_MAX:
-            raise InvalidArgumentError(f"create {name!r}: versions={versions!r} is not between 1 and {VERSIONS_MAX}")
+            raise InvalidArgumentError(
+                f"create {name!r}: versions must be an integer from 1 to {VERSIONS_MAX}, not {versions!r}"
+            )
         if state_of is not None:
             _check_state(name, like, tensors, versions)
             like = state_of
@@ -279,7 +281,7 @@ class Client:
             shape, dtype = table.size, table.dtype
             metadata = _with_table(name, metadata, table)
         if shape is None and like is None:
-            raise InvalidArgumentError(f"create {name!r}: of which shape? pass one, or like= another buffer")
+            raise InvalidArgumentError(f"create {name!r}: pass shape=, or like= another buffer")
         model = (like if isinstance(like, Buffer) else self.open(like)) if like is not None else None
         if state_of is not None and model is not None:
             replicas = _copies_of(name, model, replicas)
@@ -288,16 +290,17 @@ class Client:
         extents = _extents(name, shape) if shape is not None else model.shape if model is not None else ()
         if replicas == 2 and self._session.transport not in ("auto", "tcp"):
             raise InvalidArgumentError(
-                f"create {name!r}: with two copies it is reached over TCP, or its servers' Unix sockets, and not over "
+                f"create {name!r}: a buffer with two copies is reached over TCP or its servers' Unix sockets, not over "
                 f"{self._session.transport}; connect with transport='auto', or pass replicas=1"
             )
         element = dtype_of(dtype if dtype is not None else model.dtype if model is not None else "float32")
         if model is not None and (extents != model.shape or element.numpy != model.dtype):
             raise InvalidArgumentError(
-                f"create {name!r}: {element.name}{list(extents)} is not like {model!r}: leave shape and dtype out"
+                f"create {name!r}: {element.name}{list(extents)} differs from {model!r} in like=; leave out shape and "
+                "dtype"
             )
         if wire is not None and wire not in WIRES:
-            raise InvalidArgumentError(f"create {name!r}: there is no wire {wire!r}; there are {', '.join(WIRES)}")
+            raise InvalidArgumentError(f"create {name!r}: unknown wire {wire!r}; known are {', '.join(WIRES)}")
         request = pb.CreateBufferRequest(
             name=name,
             shape=extents,
@@ -313,7 +316,9 @@ class Client:
             packed_metadata=encode(f"create {name!r}", metadata) if metadata is not None else b"",
         )
         if stripe is not None and request.stripe_bytes == 0:
-            raise InvalidArgumentError(f"create {name!r}: stripe={stripe!r} is empty; it is a multiple of 4096 bytes")
+            raise InvalidArgumentError(
+                f"create {name!r}: stripe must be a multiple of 4096 bytes, at least 4096, not {stripe!r}"
+            )
         if isinstance(servers, (str, Iterable)):
             request.server_names.extend(_server_names(name, servers))
         elif servers is not None:
@@ -322,8 +327,8 @@ class Client:
         try:
             buffer = Buffer(self._session, BufferInfo.of(self._coordinator.create_buffer(request, self.timeout)))
         except AlreadyExistsError:
-            # An error about tensors says more than one about bytes. If the buffer was deleted meanwhile, the error says
-            # that.
+            # An error about tensors says more than one about bytes. If the buffer was deleted in the meantime, open()
+            # says that.
             if table is not None and exist_ok and (existing := self.open(name)).table:
                 _check_tensors(name, table, existing)
             raise
@@ -342,7 +347,7 @@ class Client:
         _check_name("open", name)
         if not isinstance(timeout, numbers.Real) or not 0 <= timeout <= _TIMEOUT_MAX_S:
             raise InvalidArgumentError(
-                f"open {name!r}: timeout={timeout!r} is no time in seconds, from 0 to {_TIMEOUT_MAX_S}"
+                f"open {name!r}: timeout must be a number of seconds from 0 to {_TIMEOUT_MAX_S}, not {timeout!r}"
             )
         return Buffer(self._session, BufferInfo.of(self._coordinator.open_buffer(name, timeout, self.timeout)))
 
@@ -368,7 +373,7 @@ class Client:
                 return self._session.verbs.memory().empty(extents, element.numpy)
             except TransportError as error:
                 if self._session.transport == "verbs":
-                    raise
+                    raise TransportError(str(error)) from None
                 _log.debug("%s", error)
         return whole_pages(extents, element.numpy)
 
@@ -433,7 +438,7 @@ class Client:
         with contextlib.suppress(NotFoundError, PermissionDeniedError):
             if (state := state_of(name)) and name in beside(self.open(state)):
                 raise InvalidArgumentError(
-                    f"relay of {name!r}: it belongs to the published state {state!r}; mirror that"
+                    f"relay of {name!r}: this buffer belongs to the published state {state!r}; mirror that state"
                 )
         if to == "auto":
             parts = {segment.server for segment in source.layout.segments}
@@ -444,7 +449,8 @@ class Client:
         made: builtins.list[pb.Buffer] = []
         try:
             self._add_mirrors(source, servers, made)
-            others = self._beside(source)  # after the state: what is left of one that failed is found by it
+            # after the state: a later call finds through the state what a failed one has left
+            others = self._beside(source)
             apart = {segment.server for other in others for segment in other.layout.segments}
             for other in others:
                 self._add_mirrors(other, [server for server in servers if server not in apart], made)
@@ -456,7 +462,7 @@ class Client:
         return sorted(mirror.server for mirror in self.open(name).info.mirrors)
 
     def _beside(self, state: Buffer) -> builtins.list[Buffer]:
-        """Return the log of a state with deltas; nothing where that is gone."""
+        """Return the log of a state with deltas; an empty list if the log is gone."""
         try:
             return [self.open(name) for name in beside(state)]
         except NotFoundError:
@@ -475,8 +481,8 @@ class Client:
                 made.append(self._coordinator.create_buffer(request, self.timeout))
 
     def _is_whole(self, mirror: str) -> bool:
-        """Whether a mirror is still there; one whose server came back without its memory is deleted."""
-        with contextlib.suppress(NotFoundError):  # it was stopped just now
+        """Return True if a mirror is still there. A mirror whose server came back without its memory is deleted."""
+        with contextlib.suppress(NotFoundError):  # the mirror was stopped just now
             buffer = self.open(mirror)
             if not buffer.info.lost:
                 return True
@@ -493,9 +499,9 @@ class Client:
         servers = sorted(mirrors) if to is None else builtins.list(_server_names(name, to))
         for server in servers:
             if server not in mirrors:
-                raise NotFoundError(f"stop relays of {name!r}: it has no mirror on {server!r}")
+                raise NotFoundError(f"stop relays of {name!r}: the buffer has no mirror on {server!r}")
         for server in servers:
-            for other in reversed(beside(source)):  # the state's last
+            for other in reversed(beside(source)):  # the state's own mirror last
                 self.delete(f"{other}{MIRROR}{server}", missing_ok=True)
             self.delete(mirrors[server], missing_ok=True)
         return servers
@@ -513,7 +519,7 @@ class Client:
                 segments=server.segment_count,
                 last_seen=server.last_seen_at,
                 metrics=server.metrics_address,
-                weight=server.weight or 1.0,  # an older coordinator tells none
+                weight=server.weight or 1.0,  # an older coordinator does not send weights
                 zone=server.zone,
                 draining=server.draining,
                 unheard=server.unheard,
@@ -550,7 +556,7 @@ class Client:
         return Lock((self._home(pb.LOCK, name, patience, replicas or 1),), self._session.renewals, ttl, timeout)
 
     def _knows_lock(self, name: str) -> bool:
-        """Whether the lock of that name is found without the coordinator. No call."""
+        """Return True if the lock of that name is found without the coordinator. Makes no call."""
         with self._lock:
             return (pb.LOCK, name) in self._homes
 
@@ -568,9 +574,9 @@ class Client:
         """
         home = self._home(pb.BARRIER, name, self.timeout)
         if isinstance(parties, bool) or not isinstance(parties, int) or parties < 1:
-            raise InvalidArgumentError(f"barrier {name!r}: parties={parties!r} is no number of parties")
+            raise InvalidArgumentError(f"barrier {name!r}: parties must be a positive integer, not {parties!r}")
         if timeout is not None and timeout < 0:
-            raise InvalidArgumentError(f"barrier {name!r}: timeout={timeout!r} is less than 0")
+            raise InvalidArgumentError(f"barrier {name!r}: timeout must be at least 0, not {timeout!r}")
         asked = f"barrier {name!r} of {parties} parties"
         seat = home.ask(asked, AskOpcode.ARRIVE, 0, (parties,))
         home.ask(asked, AskOpcode.AWAIT_BARRIER, 0, (seat.a, wait_ms(timeout)), wait=timeout)
@@ -652,31 +658,33 @@ class Client:
         try:
             self.pages = serve(self, address)
         except Error as error:
-            _log.warning("no metrics of this client: %s", error)
+            _log.warning("this client's metrics are not served: %s", error)
 
 
 def _check_tensors(name: str, wanted: TensorTable, existing: Buffer) -> None:
     if differ := wanted.differences(existing.table):
         raise AlreadyExistsError(
-            f"create {name!r}: it exists, but with other tensors ({len(differ)} differ): {'; '.join(differ[:3])}; "
-            f"delete it (smb rm {name}), or take another name"
+            f"create {name!r}: the buffer exists, but with other tensors ({len(differ)} differ): "
+            f"{'; '.join(differ[:3])}; delete it (smb rm {name}), or choose another name"
         )
 
 
 def _check_state(name: str, like: object, tensors: object, versions: int) -> None:
     if like is not None or tensors is not None:
         other = "like=" if like is not None else "tensors="
-        raise InvalidArgumentError(f"create {name!r}: state_of= says what it is like; leave {other} out")
+        raise InvalidArgumentError(f"create {name!r}: state_of= gives shape and dtype; leave out {other}")
     if versions != 1:
-        raise InvalidArgumentError(f"create {name!r}: with state_of= it has versions=1; leave versions= out")
+        raise InvalidArgumentError(
+            f"create {name!r}: an optimizer's state (state_of=) has versions=1; leave out versions="
+        )
 
 
 def _copies_of(name: str, weights: Buffer, replicas: int | None) -> int:
     """Return how many copies the state of these weights has."""
     if replicas not in (None, weights.info.replicas):
         raise InvalidArgumentError(
-            f"create {name!r}: replicas={replicas}, and the weights {weights.name!r} have "
-            f"replicas={weights.info.replicas}; their state has as many: leave replicas= out"
+            f"create {name!r}: replicas={replicas} but the weights {weights.name!r} have "
+            f"replicas={weights.info.replicas}; their state must have as many; leave out replicas="
         )
     return weights.info.replicas
 
@@ -686,23 +694,23 @@ def _check_together(name: str, weights: Buffer, buffer: Buffer) -> None:
         return
     if all(segment.group for segment in buffer.layout.segments):
         raise AlreadyExistsError(
-            f"create {name!r}: {weights.name!r} was deleted and made anew meanwhile, and {name!r} moves together with "
-            f"the new one; open the weights again"
+            f"create {name!r}: {weights.name!r} was deleted and created again during this call, and {name!r} moves "
+            f"together with the new one; open the weights again"
         )
     raise UnavailableError(
-        f"create {name!r}: the coordinator is older than state_of=, and has made a buffer that does not move together "
-        f"with {weights.name!r}: delete it (smb rm {name}), and upgrade the coordinator and the memory servers"
+        f"create {name!r}: the coordinator is too old for state_of=, and has made a buffer that does not move together "
+        f"with {weights.name!r}; delete it (smb rm {name}), and upgrade the coordinator and the memory servers"
     )
 
 
 def _check_name(call: str, name: str) -> None:
-    """Refuse what could not even be sent; which names are good the coordinator says."""
+    """Refuse names that could not even be sent. The coordinator checks the rest."""
     if not isinstance(name, str) or not name.isprintable():
-        raise InvalidArgumentError(f"{call}: {name!r} can't be a name; a name is a str of printable characters")
+        raise InvalidArgumentError(f"{call}: a name must be a str of printable characters, not {name!r}")
 
 
 def _named(call: str, buffer: str | Buffer | BufferInfo) -> tuple[str, int]:
-    """Return a buffer's name, and its id; 0: whichever has that name."""
+    """Return a buffer's name, and its id; 0 stands for whichever buffer has that name."""
     info = buffer.info if isinstance(buffer, Buffer) else buffer
     name, known_id = (info.name, info.id) if isinstance(info, BufferInfo) else (info, 0)
     _check_name(call, name)
@@ -711,26 +719,26 @@ def _named(call: str, buffer: str | Buffer | BufferInfo) -> tuple[str, int]:
 
 def _table(name: str, tensors: Mapping[str, Any], *others: object) -> TensorTable:
     if any(other is not None for other in others):
-        raise InvalidArgumentError(f"create {name!r}: tensors= says shape and dtype; leave out those two, and like=")
+        raise InvalidArgumentError(f"create {name!r}: tensors= gives shape and dtype; leave out shape, dtype and like=")
     return TensorTable.of(tensors, f"create {name!r}")
 
 
 def _with_table(name: str, metadata: Mapping[str, JSON] | None, table: TensorTable) -> dict[str, JSON]:
     if metadata is not None and METADATA_KEY in metadata:
-        raise InvalidArgumentError(f"create {name!r}: metadata[{METADATA_KEY!r}] is where tensors= are written")
+        raise InvalidArgumentError(f"create {name!r}: metadata[{METADATA_KEY!r}] is reserved for tensors=")
     return {**(metadata or {}), **table.to_metadata()}
 
 
 def _server_count(name: str, servers: int) -> int:
     if isinstance(servers, bool) or not isinstance(servers, int) or not 0 < servers < 2**32:
-        raise InvalidArgumentError(f"create {name!r}: servers={servers!r} is no number of servers")
+        raise InvalidArgumentError(f"create {name!r}: servers must be a positive integer, not {servers!r}")
     return servers
 
 
 def _server_names(name: str, servers: str | Iterable[str]) -> builtins.list[str]:
     names = [servers] if isinstance(servers, str) else list(servers)
     if not names:
-        raise InvalidArgumentError(f"create {name!r}: servers=[] leaves nowhere to put it")
+        raise InvalidArgumentError(f"create {name!r}: servers=[] names no server; pass at least one")
     for server in names:
         _check_name(f"create {name!r} on servers", server)
     return names
@@ -740,14 +748,18 @@ def _extents(name: str, shape: int | Sequence[int]) -> tuple[int, ...]:
     try:
         extents = tuple(map(operator.index, shape if isinstance(shape, Iterable) else (shape,)))
     except (TypeError, ValueError) as error:
-        raise InvalidArgumentError(f"create {name!r}: {shape!r} is no shape") from error
+        raise InvalidArgumentError(
+            f"create {name!r}: shape must be an integer or a sequence of integers, not {shape!r}"
+        ) from error
     if any(not 0 <= extent < 2**56 for extent in extents):
-        raise InvalidArgumentError(f"create {name!r}: shape {extents} has an extent that is negative, or absurd")
+        raise InvalidArgumentError(
+            f"create {name!r}: each extent of shape {extents} must be at least 0 and less than 2**56"
+        )
     return extents
 
 
-# Closed at exit, if the program did not. atexit runs the function registered last first: gRPC, imported above, still
-# works then.
+# Clients that are open at exit are closed then. atexit runs the function registered last first, so gRPC, imported
+# above, still works.
 _open: weakref.WeakSet[Client] = weakref.WeakSet()
 
 

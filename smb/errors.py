@@ -21,7 +21,7 @@ class Error(Exception):
     - "unknown": some of it may have been applied. Buffer.settle finds out which elements of a buffer's call were not.
     """
 
-    smb_account: Any = None  # what Buffer.settle takes, where it is of a buffer's call: smb.call.outcomes.Failed
+    smb_account: Any = None  # what Buffer.settle needs, in an error of a buffer's call: smb.call.outcomes.Failed
 
     def __init__(self, *arguments: Any, outcome: CallOutcome = NOT_APPLIED) -> None:
         super().__init__(*arguments)
@@ -59,7 +59,7 @@ class TimeoutError(Error, builtins.TimeoutError):  # noqa: A001 - the contract's
     """The call did not finish in time. The message says what is known of the outcome."""
 
 
-DeadlineError = TimeoutError  # the same class, for modules of this package: its public name hides the builtin one
+DeadlineError = TimeoutError  # the same class for modules of this package, since its public name hides the builtin one
 
 
 class InvalidArgumentError(Error, ValueError):

@@ -1,4 +1,4 @@
-"""Error feedback: what rounding for the wire leaves out of one accumulate goes along with the next."""
+"""Error feedback: the rounding error of one accumulate is added to the next one."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ class ErrorFeedback:
     def __init__(self, buffer: Buffer) -> None:
         if buffer.dtype != np.float32:
             raise InvalidArgumentError(
-                f"error feedback for buffer {buffer.name!r}: it is {buffer.dtype}; only float32 is rounded"
+                f"ErrorFeedback of buffer {buffer.name!r}: the buffer must be float32, not {buffer.dtype}; others are "
+                "not rounded"
             )
         self.buffer = buffer
         self.lock = threading.RLock()
@@ -77,10 +78,13 @@ class ErrorFeedback:
         try:
             k = operator.index(k)
         except TypeError as error:
-            raise InvalidArgumentError(f"top_k of buffer {self.buffer.name!r}: k={k!r} is no whole number") from error
+            raise InvalidArgumentError(
+                f"top_k of buffer {self.buffer.name!r}: k must be an integer, not {k!r}"
+            ) from error
         if memory.count != self._residual.size or not 0 < k <= memory.count:
             raise InvalidArgumentError(
-                f"top_k of buffer {self.buffer.name!r}: k={k!r} of {memory.count} elements; pass all"
+                f"top_k of buffer {self.buffer.name!r}: the array must have all {self._residual.size} elements of the "
+                f"buffer, and k must be from 1 to that; it has {memory.count}, and k={k!r}"
             )
         Arguments(self.buffer.info).check_shape(memory.shape, "top_k", "the array")
         with self.lock:
@@ -97,7 +101,7 @@ class ErrorFeedback:
     # ---- for Buffer, which holds `lock` meanwhile
 
     def take(self, array: Array, offset: int, scale: float, wire: int) -> Sending:
-        """Take out what is to be sent of the flat array and the residual at `offset`."""
+        """Take the values to send out of the flat array and the residual at `offset`."""
         part = self._residual[offset : offset + array.size]
         before = part.copy()
         with np.errstate(over="ignore", invalid="ignore"):
@@ -108,7 +112,9 @@ class ErrorFeedback:
 
 
 def as_sent(buffer: Buffer, values: Array, offset: int) -> Array:
-    """Return what these float32 values are when they arrive at `offset` of a float32 buffer, by its own wire."""
+    """Return the values that these float32 values have after they arrive at `offset` of a float32 buffer, by its own
+    wire.
+    """
     return values if buffer.wire == "exact" else _rounded(buffer, values, offset, WIRES[buffer.wire])
 
 
@@ -120,7 +126,7 @@ def _rounded(buffer: Buffer, values: Array, offset: int, wire: int) -> Array:
 
 
 class Sending:
-    """The part of a residual that one call took out. `values` is sent."""
+    """The part of a residual that one call took out. `values` are sent."""
 
     def __init__(self, feedback: ErrorFeedback, offset: int, values: Array, arrives: Array, before: Array) -> None:
         self.values = values
@@ -131,11 +137,13 @@ class Sending:
         self._before = before
 
     def undo(self) -> None:
-        """The call was not made: the residual is what it was. With the lock held since `take`."""
+        """Restore the residual: the call was not made. The caller has held the lock since `take`."""
         self._feedback._residual[self._offset : self._offset + self.values.size] = self._before
 
     def put_back(self, missing: list[range]) -> None:
-        """These elements were not applied and never will be: the next call sends them."""
+        """Add these elements to the residual again: they were not applied and never will be. The next call sends
+        them.
+        """
         with self._feedback.lock:
             for elements in missing:
                 here = slice(elements.start - self._offset, elements.stop - self._offset)
@@ -150,7 +158,7 @@ class SparseSending:
         self._feedback, self._indices, self._values = feedback, indices, values
 
     def put_back(self, missing: list[range]) -> None:
-        """These elements were not applied and never will be: they are in the residual again."""
+        """Add these elements to the residual again: they were not applied and never will be."""
         with self._feedback.lock:
             for elements in missing:
                 low, high = np.searchsorted(self._indices, (elements.start, elements.stop))

@@ -1,4 +1,4 @@
-"""Which bytes of a buffer live where. Pure: no I/O. The arithmetic is the engine's (csrc/base/layout.c)."""
+"""Which bytes of a buffer live where. Pure: no I/O. The engine does the arithmetic (csrc/base/layout.c)."""
 
 from __future__ import annotations
 

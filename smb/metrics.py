@@ -41,7 +41,7 @@ class Collector:
         session_of(client).engine.count()
 
     def describe(self) -> list[Metric]:
-        """Nothing beforehand: registering must not scrape."""
+        """Return nothing: a registration must not collect."""
         return []
 
     def collect(self) -> Iterator[Metric]:

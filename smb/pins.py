@@ -14,7 +14,7 @@ from smb.engine import AskOpcode
 from smb.errors import Error, InvalidArgumentError, LockLostError, NotFoundError
 
 Array = np.ndarray[Any, np.dtype[Any]]
-# (version, offset, count, out, wire) to what was read, or None if the version was overwritten.
+# The arguments are (version, offset, count, out, wire); the result is None if the version was overwritten.
 Read: TypeAlias = "Callable[[int, int, int | None, Any, str | None], Array | None]"
 
 PIN_S_MIN, PIN_S_MAX = 0.001, 30.0  # csrc/memory/sync.h: SYNC_PIN_MS
@@ -40,7 +40,9 @@ class Pin:
     def __init__(self, buffer: str, home: Home, read: Read, ttl: float, wanted: int | None = None) -> None:
         self._asked = f"pin of buffer {buffer!r}"
         if not isinstance(ttl, (int, float)) or not PIN_S_MIN <= ttl <= PIN_S_MAX:
-            raise InvalidArgumentError(f"{self._asked}: ttl={ttl!r} is not between {PIN_S_MIN} and {PIN_S_MAX:g} s")
+            raise InvalidArgumentError(
+                f"{self._asked}: ttl must be between {PIN_S_MIN} and {PIN_S_MAX:g} s, not {ttl!r}"
+            )
         self._home = home
         self._read = read
         self._ttl_ms = round(1000 * ttl)
@@ -57,36 +59,36 @@ class Pin:
         """Read from the held version, as Buffer.read does. Raises LockLostError if a publisher has overwritten it."""
         if self._name is None:
             raise InvalidArgumentError(
-                f"{self._asked}: it is not taken; enter it first (with buffer.pin() as pin: ...)"
+                f"{self._asked}: the pin is not taken; enter it first (with buffer.pin() as pin: ...)"
             )
         result = self._read(self._version, offset, count, out, wire)
         if result is None:
             raise LockLostError(
-                f"{self._asked}: version {self._version} was overwritten: the pin ran out after "
-                f"{self._ttl_ms / 1000:g} s, or a publisher would not wait longer for readers, or its server was "
-                f"restarted; pin the latest, for longer, or give the publisher a larger readers="
+                f"{self._asked}: version {self._version} was overwritten: the pin expired after "
+                f"{self._ttl_ms / 1000:g} s, or a publisher did not wait longer for readers, or the server was "
+                f"restarted; pin the latest version, for a longer ttl, or give the publisher a larger readers="
             )
         return result
 
     def renew(self) -> None:
         """Hold the version for another `ttl` seconds. Raises LockLostError if a publisher has gone on."""
         if self._name is None:
-            raise InvalidArgumentError(f"{self._asked}: it is not taken; enter it first")
+            raise InvalidArgumentError(f"{self._asked}: the pin is not taken; enter it first")
         self._home.ask(self._asked, AskOpcode.PIN, 0, (self._ttl_ms, self._name))
 
     def __enter__(self) -> Pin:
         if self._name is not None:
-            raise InvalidArgumentError(f"{self._asked}: it is taken already")
+            raise InvalidArgumentError(f"{self._asked}: the pin is already taken")
         wanted = 0 if self._wanted is None else self._wanted + 1
         try:
             reply = self._home.ask(self._asked, AskOpcode.PIN, 0, (self._ttl_ms, 0, wanted))
         except LockLostError:
             raise NotFoundError(
-                f"{self._asked}: version {self._wanted} was overwritten, or is not published yet"
+                f"{self._asked}: version {self._wanted} was overwritten or is not published yet"
             ) from None
         if reply.a == 0:
             self._home.tell(AskOpcode.UNPIN, (reply.b,))
-            raise NotFoundError(f"{self._asked}: nothing was published yet; Buffer.wait(1) waits for the first version")
+            raise NotFoundError(f"{self._asked}: nothing is published yet; Buffer.wait(1) waits for the first version")
         self._version, self._name = reply.a, reply.b
         return self
 
@@ -95,5 +97,5 @@ class Pin:
     ) -> None:
         name, self._name = self._name, None
         if name is not None:
-            with contextlib.suppress(Error):  # what the block did is done, or says itself what failed; the pin ends
+            with contextlib.suppress(Error):  # the block is over, and raises its own errors; the pin ends with its ttl
                 self._home.ask(self._asked, AskOpcode.UNPIN, 0, (name,))

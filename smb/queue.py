@@ -17,8 +17,8 @@ from smb.spi import opened_by
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-CREDIT_MAX = 1 << 30  # bytes: what a server's and a client's sockets and windows can use, and more
-PRIORITY_MAX = 2**31 - 1  # either way
+CREDIT_MAX = 1 << 30  # bytes: more than the sockets and windows of a server and a client can use
+PRIORITY_MAX = 2**31 - 1  # the limit in both directions
 
 
 class Queue:
@@ -44,7 +44,9 @@ class Queue:
     def __init__(self, session: Session, credit: int | None) -> None:
         if credit is not None:
             if isinstance(credit, bool) or not hasattr(credit, "__index__") or not 0 < credit <= CREDIT_MAX:
-                raise InvalidArgumentError(f"queue: credit={credit!r} is no number of bytes from 1 to {CREDIT_MAX}")
+                raise InvalidArgumentError(
+                    f"queue: credit must be a number of bytes from 1 to {CREDIT_MAX}, not {credit!r}"
+                )
             credit = operator.index(credit)
         self._session = session
         self._window = session.calls.window(credit)
@@ -119,7 +121,9 @@ class Queue:
 
     def _of(self, buffer: Buffer, call: str) -> Buffer:
         if not isinstance(buffer, Buffer) or opened_by(buffer) is not self._session:
-            raise InvalidArgumentError(f"{call} by a queue: {buffer!r} is no buffer opened by the queue's client")
+            raise InvalidArgumentError(
+                f"{call} of a queue: the buffer must be one opened by the queue's client, not {buffer!r}"
+            )
         if self._window.closed:
             raise UnavailableError(f"{call} of buffer {buffer.name!r}: the queue is closed; nothing was applied")
         return buffer
@@ -127,6 +131,7 @@ class Queue:
     def _when(self, priority: int, call: str) -> dict[str, Any]:
         if isinstance(priority, bool) or not isinstance(priority, int) or not -PRIORITY_MAX <= priority <= PRIORITY_MAX:
             raise InvalidArgumentError(
-                f"{call} by a queue: priority={priority!r} is no whole number up to {PRIORITY_MAX}, either way"
+                f"{call} of a queue: priority must be an integer from -{PRIORITY_MAX} to {PRIORITY_MAX}, not "
+                f"{priority!r}"
             )
         return {"priority": priority, "window": self._window}

@@ -1,4 +1,4 @@
-"""The header of a .safetensors file (github.com/huggingface/safetensors): written, and parsed within bounds. Pure."""
+"""The header of a .safetensors file (github.com/huggingface/safetensors): writing, and parsing within limits. Pure."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NUMPY = {name: dtype for dtype, name in _SAFETENSORS.items()}
 
 
 def safetensors_header(table: TensorTable, metadata: object = None) -> bytes:
-    """Return the header of a file in which the tensors follow each other without gaps, as the format wants it."""
+    """Return the header of a file in which the tensors follow each other without gaps, as the format requires."""
     header: dict[str, Any] = {} if metadata is None else {"__metadata__": metadata}
     end = 0
     for name, info in table.items():
@@ -37,59 +37,63 @@ def safetensors_header(table: TensorTable, metadata: object = None) -> bytes:
 
 
 def can_hold(table: Mapping[str, TensorInfo]) -> bool:
-    """Whether the format has these tensors' dtypes, and their names can be written."""
+    """Return True if the format has these tensors' dtypes, and their names can be written."""
     return all(info.dtype.name in _SAFETENSORS for info in table.values()) and is_encodable(*table)
 
 
 def parse_safetensors(
     head: bytes, bytes_max: int = HEADER_BYTES_MAX, parts_max: int = HEADER_PARTS_MAX
 ) -> tuple[TensorTable, dict[str, str] | None, list[tuple[int, int]]]:
-    """Return (table, __metadata__ or None, (first, last) byte of each tensor's data after the header) from a file's
-    beginning. The tensors lie one after the other from the data's first byte on, as the format wants it.
+    """Parse the beginning of a file: (table, __metadata__ or None, (first, last) byte of each tensor's data after the
+    header).
 
-    Raises InvalidArgumentError for anything else, also for a header of more than `bytes_max` bytes, or more than
+    The tensors lie one after the other from the first byte of the data on, as the format requires.
+
+    Raises InvalidArgumentError for any other content, and for a header of more than `bytes_max` bytes or more than
     `parts_max` brackets and commas.
     """
     try:
         size = int.from_bytes(head[:8], "little")
         if size > bytes_max:
-            raise ValueError(f"it has {size} bytes, and at most {bytes_max} are parsed")
+            raise ValueError(f"it has {size} bytes, but at most {bytes_max} are parsed")
         if len(head) < 8 + size:
-            raise ValueError(f"it has {size} bytes, and the file ends before them")
+            raise ValueError(f"it has {size} bytes, but the file is shorter")
         header = parse_json(head[8 : 8 + size], parts_max)
         if not isinstance(header, dict):
             raise ValueError("it is not a JSON object")
         metadata = header.pop("__metadata__", None)
         if metadata is not None and not can_be_metadata(metadata):
-            raise ValueError("its __metadata__ does not map texts to texts")
+            raise ValueError("its __metadata__ must map strings to strings")
         if not is_encodable(*header):
-            raise ValueError("the name of a tensor has half of a surrogate pair in it")
+            raise ValueError("the name of a tensor contains half of a surrogate pair")
         entries = {name: _entry(name, entry) for name, entry in header.items()}
         ordered = sorted(entries.items(), key=lambda item: item[1][2:])
         table = TensorTable.of({name: entry[:2] for name, entry in ordered}, "the tensors")
         end = 0
         for name, (_, _, first, last) in ordered:
             if first != end:
-                raise ValueError(f"the bytes of tensor {quoted(name)} overlap others, or leave a gap before them")
+                raise ValueError(f"the bytes of tensor {quoted(name)} overlap other bytes, or leave a gap before them")
             if last - first != table[name].nbytes:
-                raise ValueError(f"tensor {quoted(name)} has {last - first} bytes, and its shape {table[name].nbytes}")
+                raise ValueError(
+                    f"tensor {quoted(name)} has {last - first} bytes, but its shape needs {table[name].nbytes}"
+                )
             end = last
     except ValueError as error:  # InvalidArgumentError is one
-        raise InvalidArgumentError(f"the safetensors header can't be read: {shortened(error)}") from None
+        raise InvalidArgumentError(f"invalid safetensors header: {shortened(error)}") from None
     return table, metadata, [entry[2:] for _, entry in ordered]
 
 
 def _entry(name: str, entry: object) -> tuple[tuple[int, ...], str, int, int]:
     """Return (shape, dtype, first, last) of a tensor in a header. Raises ValueError."""
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
-        raise ValueError(f"tensor {quoted(name)} has not just a dtype, a shape and data_offsets")
+        raise ValueError(f"tensor {quoted(name)} must have a dtype, a shape and data_offsets, and nothing else")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in _NUMPY:
-        raise ValueError(f"tensor {quoted(name)} has the dtype {quoted(dtype)}, which buffers do not have")
+        raise ValueError(f"tensor {quoted(name)} has the dtype {quoted(dtype)}, which buffers do not support")
     if not _are_sizes(shape) or len(shape) > DIMENSIONS_MAX:
-        raise ValueError(f"tensor {quoted(name)} has the shape {quoted(shape)}")
+        raise ValueError(f"tensor {quoted(name)} has the invalid shape {quoted(shape)}")
     if not _are_sizes(offsets) or len(offsets) != 2:
-        raise ValueError(f"tensor {quoted(name)} has the data_offsets {quoted(offsets)}")
+        raise ValueError(f"tensor {quoted(name)} has the invalid data_offsets {quoted(offsets)}")
     return tuple(shape), _NUMPY[dtype], offsets[0], offsets[1]
 
 
@@ -98,7 +102,7 @@ def _are_sizes(value: object) -> bool:
 
 
 def can_be_metadata(metadata: object) -> bool:
-    """Whether it maps texts to texts, as __metadata__ does."""
+    """Return True if it maps strings to strings, as __metadata__ does."""
     return isinstance(metadata, dict) and all(
         isinstance(each, str) and is_encodable(each) for pair in metadata.items() for each in pair
     )

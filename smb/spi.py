@@ -1,8 +1,8 @@
-"""The face of a client and a buffer for the rest of the package: what their users do not see, and others need.
+"""The interface of a client and a buffer for the rest of the package. Users do not see it.
 
-Each function says who needs it and for what. A module that needs more adds a function here: none takes a private
-attribute of a client or a buffer. Rooms beside the core (docs/architecture.md) also find here what they need of the
-modules under a call.
+Each function says which modules need it and for what. A module that needs more adds a function here, instead of using a
+private attribute of a client or a buffer. Rooms beside the core (docs/architecture.md) also find here what they need
+from the modules under a call.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from smb.call.versions import Versions
 
 __all__ = [
-    "LOST",  # what an error says whose memory is gone: files are not tried again then
-    "SOURCES_MAX",  # sums of so many buffers in one call: the plan's model
+    "LOST",  # in an error about lost memory: files do not try again then
+    "SOURCES_MAX",  # the number of buffers that one call sums: for the plan's model
     "Buffer",
     "Client",
-    "connections_for",  # by a round trip: the plan's model
-    "crc32c",  # of a snapshot's blocks
-    "encode",  # a buffer's metadata, of the size that it will have: files
+    "connections_for",  # by round trip: for the plan's model
+    "crc32c",  # for a snapshot's blocks
+    "encode",  # a buffer's metadata, in its final size: for files
     "is_located",
     "note_name",
     "opened_by",
@@ -36,7 +36,7 @@ __all__ = [
 
 
 class Client(Protocol):
-    """A smb.Client, from inside."""
+    """A smb.Client, seen from inside the package."""
 
     _session: ClusterSession
 
@@ -44,7 +44,7 @@ class Client(Protocol):
 
 
 class Buffer(Protocol):
-    """A smb.Buffer, from inside."""
+    """A smb.Buffer, seen from inside the package."""
 
     _session: Session
     _versions: Versions
@@ -61,12 +61,14 @@ def session_of(client: Client) -> ClusterSession:
 
 
 def opened_by(buffer: Buffer) -> Session:
-    """Return the session of the client that opened a buffer. For queues: they take their own client's buffers only."""
+    """Return the session of the client that opened a buffer. For queues, which accept only their own client's
+    buffers.
+    """
     return buffer._session
 
 
 def versions_of(buffer: Buffer) -> Versions:
-    """Return a buffer's versions one by one: which copy has which, and publication in steps.
+    """Return a buffer's versions: which slot has which version, and publication in steps.
 
     For published states and their mirrors, which write a version in parts and read it into memory of their own.
     """
@@ -74,14 +76,16 @@ def versions_of(buffer: Buffer) -> Versions:
 
 
 def is_located(client: Client, lock: str) -> bool:
-    """Return whether a lock of that name is found without the coordinator. Makes no call. For trainings, which ask
-    about such locks first while the coordinator is away.
+    """Return True if a lock of that name is found without the coordinator. Makes no call.
+
+    For trainings, which ask for such locks first while the coordinator is away.
     """
     return client._knows_lock(lock)
 
 
 def note_name(buffer: Buffer, name: str) -> None:
-    """Take note of the name that this client has given a buffer, for messages; nobody is asked. For files, which make
-    a buffer under a private name.
+    """Store the name that this client has given a buffer, for messages. Makes no request.
+
+    For files, which make a buffer under a private name.
     """
     buffer._renamed(name)

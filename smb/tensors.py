@@ -2,9 +2,9 @@
 
 The table is in the buffer's metadata, under METADATA_KEY (keys that begin with "smb." are reserved): name -> {"dtype",
 "shape", "offset"}, in the order given. Offsets are bytes from the buffer's start, multiples of 64, ascending, without
-overlap; what lies between two tensors is nobody's, and 0 where nobody wrote. Tensors that all have one of the buffers'
-element types make a buffer of that type, which can be added to; any others a buffer of bytes (uint8), which is read and
-written only.
+overlap. Bytes between two tensors belong to no tensor, and are 0 unless somebody wrote them. If all tensors have one of
+the element types of buffers, the buffer has that type and can be added to. Otherwise it is a buffer of bytes (uint8),
+which can only be read and written.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 Array = np.ndarray[Any, np.dtype[Any]]
 
 METADATA_KEY = "smb.tensors"
-ALIGNMENT_BYTES = 64  # a cache line, and what vector instructions, DLPack and memory-mapped readers like best
+ALIGNMENT_BYTES = 64  # a cache line; also the alignment for vector instructions, DLPack and memory-mapped readers
 
-# Element types of a tensor: those of buffers, and those that only travel as bytes.
+# Element types of a tensor: those of buffers, and further ones that only travel as bytes.
 ELEMENTS: dict[str, Dtype] = DTYPES | {
     np.dtype(numpy).name: Dtype(np.dtype(numpy).name, 0, np.dtype(numpy).itemsize)
     for numpy in (
@@ -66,7 +66,7 @@ class TensorInfo:
 
 
 class TensorTable(Mapping[str, TensorInfo]):
-    """Name -> TensorInfo, in the order in which they lie. Immutable."""
+    """Name -> TensorInfo, in the order of their offsets. Immutable."""
 
     def __init__(self, infos: Mapping[str, TensorInfo]) -> None:
         self._infos = dict(infos)
@@ -80,25 +80,23 @@ class TensorTable(Mapping[str, TensorInfo]):
         """
         if not isinstance(tensors, Mapping) or not tensors:
             raise InvalidArgumentError(
-                f"{asked}: {quoted(tensors)} is no mapping of names to tensors, with at least one"
+                f"{asked}: tensors must be a non-empty mapping of names to tensors, not {quoted(tensors)}"
             )
         infos: dict[str, TensorInfo] = {}
         end = 0
         for name, tensor in tensors.items():
             if not isinstance(name, str) or not name:
-                raise InvalidArgumentError(
-                    f"{asked}: {quoted(name)} is no name of a tensor; a name is a str, not empty"
-                )
+                raise InvalidArgumentError(f"{asked}: a tensor's name must be a non-empty str, not {quoted(name)}")
             if not is_encodable(name):
                 raise InvalidArgumentError(
-                    f"{asked}: {quoted(name)} is no name of a tensor; half of a surrogate pair is not a character"
+                    f"{asked}: a tensor's name must not contain half of a surrogate pair: {quoted(name)}"
                 )
             offset = -(-end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
             infos[name] = info = TensorInfo(*_form(f"{asked}: tensor {quoted(name)}", tensor), offset)
             end = offset + info.nbytes
             if end > BYTES_MAX:
                 raise InvalidArgumentError(
-                    f"{asked}: tensor {quoted(name)} ends at {end} bytes, past the largest buffer's end"
+                    f"{asked}: tensor {quoted(name)} ends at {end} bytes, but a buffer has at most {BYTES_MAX}"
                 )
         return cls(infos)
 
@@ -106,11 +104,11 @@ class TensorTable(Mapping[str, TensorInfo]):
     def from_metadata(cls, metadata: Mapping[str, Any], dtype: np.dtype[Any], nbytes: int) -> TensorTable:
         """Return the table of a buffer of that dtype, bytes and metadata; empty if it has none.
 
-        Raises Error for one that is not as this module writes it: other programs may store anything there.
+        Raises Error for a table that this module cannot have written: other programs may store anything there.
         """
         stored = metadata.get(METADATA_KEY, {})
         if not isinstance(stored, Mapping):
-            raise Error("its table of tensors can't be read: it is not an object of JSON")
+            raise Error("its table of tensors cannot be read: it is not a JSON object")
         try:
             infos = {
                 name: TensorInfo(
@@ -119,22 +117,24 @@ class TensorTable(Mapping[str, TensorInfo]):
                 for name, entry in stored.items()
             }
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise Error(f"its table of tensors can't be read: {shortened(repr(error))}") from error
+            raise Error(f"its table of tensors cannot be read: {shortened(repr(error))}") from error
         end = 0
         for name, info in infos.items():
             if info.offset < end or info.offset % ALIGNMENT_BYTES or info.offset + info.nbytes > nbytes:
                 raise Error(
-                    f"its table of tensors is no good: {quoted(name)} at byte {info.offset}, {info.nbytes} bytes, "
+                    f"its table of tensors is invalid: {quoted(name)} at byte {info.offset}, {info.nbytes} bytes, "
                     f"overlaps another, is not at a multiple of {ALIGNMENT_BYTES}, or lies outside the "
                     f"buffer's {nbytes} bytes"
                 )
             if info.dtype != dtype != np.uint8:
-                raise Error(f"its table of tensors is no good: {quoted(name)} is {info.dtype}, the buffer {dtype}")
+                raise Error(
+                    f"its table of tensors is invalid: {quoted(name)} is {info.dtype} but the buffer is {dtype}"
+                )
             end = info.offset + info.nbytes
         return cls(infos)
 
     def to_metadata(self) -> dict[str, Any]:
-        """Return what from_metadata reads."""
+        """Return the metadata that from_metadata parses."""
         return {
             METADATA_KEY: {
                 name: {"dtype": info.dtype.name, "shape": list(info.shape), "offset": info.offset}
@@ -149,7 +149,7 @@ class TensorTable(Mapping[str, TensorInfo]):
 
     @cached_property
     def dtype(self) -> np.dtype[Any]:
-        """The element type of a buffer that holds these tensors: theirs, or uint8."""
+        """The element type of a buffer that holds these tensors: their common type, or uint8."""
         names = {info.dtype.name for info in self._infos.values()}
         return DTYPES[names.pop()].numpy if len(names) == 1 and names <= DTYPES.keys() else np.dtype(np.uint8)
 
@@ -162,7 +162,7 @@ class TensorTable(Mapping[str, TensorInfo]):
         """Return each tensor as a view of `memory`, a contiguous array of such a buffer's dtype and size."""
         if memory.nbytes != self.nbytes or not memory.flags.c_contiguous:
             raise InvalidArgumentError(
-                f"{memory.nbytes} bytes of memory for tensors of {self.nbytes}; or not contiguous"
+                f"the memory must be contiguous and of {self.nbytes} bytes, as the tensors are; it has {memory.nbytes}"
             )
         flat = memory.reshape(-1).view(np.uint8)
         return {
@@ -171,9 +171,9 @@ class TensorTable(Mapping[str, TensorInfo]):
         }
 
     def differences(self, other: TensorTable) -> list[str]:
-        """Return what another table has otherwise: "name: what".
+        """Return the differences to another table, as "name: difference".
 
-        Places count only if nothing else differs: behind one tensor of another size all have others.
+        Offsets count only if nothing else differs: after one tensor of another size all offsets differ.
         """
         found = [f"{name}: only in one" for name in self._infos.keys() ^ other._infos.keys()]
         moved = []
@@ -284,8 +284,9 @@ class Tensor:
         """
         if self._as_bytes:
             raise InvalidArgumentError(
-                f"{self._asked('accumulate')}: this buffer's tensors have several element types, or one that is only "
-                f"stored, so it is one of bytes, read and written only; put float32 tensors, say, into one of their own"
+                f"{self._asked('accumulate')}: the buffer's tensors have several element types, or one that can only "
+                "be stored, so the buffer can only be read and written; put e.g. float32 tensors into a buffer of "
+                "their own"
             )
         memory = self._source(array, "accumulate")
         flat = self._flat(memory) if self.size else np.empty(0, self.dtype)
@@ -307,19 +308,23 @@ class Tensor:
         except InvalidArgumentError as error:
             raise InvalidArgumentError(f"{self._asked(call)}: {error}") from error
         if memory.count != self.size:
-            raise InvalidArgumentError(f"{self._asked(call)}: {memory.count} elements for its {self.size}")
+            raise InvalidArgumentError(
+                f"{self._asked(call)}: the array has {memory.count} elements but the tensor has {self.size}"
+            )
         self._check_shape(memory, self._asked(call), "the array")
         return memory
 
     def _check_shape(self, memory: arrays.Memory, asked: str, what: str) -> None:
         if len(memory.shape) > 1 and memory.shape != self.shape:
             raise InvalidArgumentError(
-                f"{asked}: {what} has the shape {memory.shape}, and the tensor {self.shape}; pass one of that shape, "
-                f"or a flat one (reshape(-1))"
+                f"{asked}: {what} has the shape {memory.shape} but the tensor has {self.shape}; pass that shape, "
+                f"or a flat array (reshape(-1))"
             )
 
     def _flat(self, memory: arrays.Memory) -> Array:
-        """Return memory of its elements as what the buffer takes, without a copy. There must be some."""
+        """Return memory of the tensor's elements in the type that the buffer takes, without a copy. It must not be
+        empty.
+        """
         return (
             arrays.as_flat(memory, DTYPES[self.buffer.dtype.name])
             if not self._as_bytes
@@ -328,12 +333,12 @@ class Tensor:
 
 
 def tensor_of(buffer: Buffer, table: TensorTable, name: str) -> Tensor:
-    """Return the buffer's tensor of that name. Raises NotFoundError, which names those that are spelt alike."""
+    """Return the buffer's tensor of that name. Raises NotFoundError, which suggests names with a similar spelling."""
     info = table.get(name)
     if info is not None:
         return Tensor(buffer, name, info)
     if not table:
-        raise NotFoundError(f"buffer {buffer.name!r} has no tensors inside it: it was created without tensors=")
+        raise NotFoundError(f"buffer {buffer.name!r} has no named tensors: it was created without tensors=")
     alike = difflib.get_close_matches(str(name), list(table), 3, 0.4) or list(table)[:3]
     raise NotFoundError(
         f"buffer {buffer.name!r} has no tensor {name!r}; it has {len(table)}: {', '.join(map(quoted, alike))}, ..."
@@ -347,24 +352,24 @@ def _form(asked: str, tensor: Any) -> tuple[np.dtype[Any], tuple[int, ...]]:
     elif hasattr(tensor, "shape") and hasattr(tensor, "dtype"):
         shape, dtype = tensor.shape, tensor.dtype
     else:
-        raise InvalidArgumentError(f"{asked}: {quoted(tensor)} is no array and no pair (shape, dtype)")
+        raise InvalidArgumentError(f"{asked}: pass an array or a pair (shape, dtype), not {quoted(tensor)}")
     try:
         extents = _extents(shape)
     except (TypeError, ValueError) as error:
-        raise InvalidArgumentError(f"{asked}: {quoted(shape)} is no shape: {error}") from error
+        raise InvalidArgumentError(f"{asked}: invalid shape {quoted(shape)}: {error}") from error
     try:
         name = name_of(dtype)
     except InvalidArgumentError as error:
         raise InvalidArgumentError(f"{asked}: {error}") from None
     if name not in ELEMENTS:
-        raise InvalidArgumentError(f"{asked}: there is no dtype {quoted(name)} here; there are {', '.join(ELEMENTS)}")
+        raise InvalidArgumentError(f"{asked}: unsupported dtype {quoted(name)}; supported are {', '.join(ELEMENTS)}")
     return ELEMENTS[name].numpy, extents
 
 
 def _extents(shape: int | Sequence[int]) -> tuple[int, ...]:
     extents = tuple(map(operator.index, (shape,) if isinstance(shape, int) else shape))
     if len(extents) > DIMENSIONS_MAX or any(not 0 <= extent <= BYTES_MAX for extent in extents):
-        raise ValueError(f"an extent is negative, or absurd; or there are more than {DIMENSIONS_MAX}")
+        raise ValueError(f"each extent must be from 0 to {BYTES_MAX}, and there may be at most {DIMENSIONS_MAX}")
     return extents
 
 

@@ -1,4 +1,4 @@
-"""The relay of a memory server: fills the mirrors that lie there (docs/decisions.md, 0026).
+"""The relay of a memory server: a process that fills the mirrors on that server (docs/decisions.md, 0026).
 
-`python -m smb.relay COORDINATOR SERVER`, started by the memory server. It is a client like others.
+The memory server starts it as `python -m smb.relay COORDINATOR SERVER`. It is an ordinary client of the cluster.
 """

@@ -1,4 +1,4 @@
-"""`python -m smb.relay COORDINATOR SERVER`: see memserver/relays.py for what comes in and goes out."""
+"""`python -m smb.relay COORDINATOR SERVER`. memserver/relays.py describes its input and output."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from smb.client import Client, connect
 from smb.relay.mirror import Relay
 from smb.spi import session_of
 
-_CALL_S = 20.0  # of one block over a slow link
+_CALL_S = 20.0  # enough for one block over a slow link
 _REPORT_S = 0.5
 _SESSION_ENDED = 3  # exit status
 
-Mirror = tuple[str, int]  # name and id: another one may have that name
+Mirror = tuple[str, int]  # name and id: another mirror may get the same name later
 
 
 def main(coordinator: str, server: str) -> None:
-    """Fill what the standard input says, until it ends."""
+    """Fill the mirrors that the standard input names, until it ends."""
     relays: dict[Mirror, Relay] = {}
     with connect(coordinator, name=f"relay of {server}", timeout=_CALL_S) as client:
         threading.Thread(target=_report, args=(client, relays), daemon=True).start()
@@ -32,14 +32,15 @@ def main(coordinator: str, server: str) -> None:
                 if mirror not in relays:
                     relays[mirror] = Relay(client, server, task["name"], task["source"])
                 relays[mirror].plan([(end, parent) for end, parent in task["parents"]])
-        os._exit(0)  # its threads may be in the middle of calls; the session ends with its lease, the turn with its ttl
+        # threads may be in the middle of calls; the session ends with its lease, a publisher's turn with its ttl
+        os._exit(0)
 
 
 def _report(client: Client, relays: dict[Mirror, Relay]) -> None:
     wait = threading.Event()
     while True:
         wait.wait(_REPORT_S)
-        if session_of(client).session_ended:  # we were stopped for longer than its lease: the next process gets another
+        if session_of(client).session_ended:  # stopped for longer than the lease: the next process gets a new session
             os._exit(_SESSION_ENDED)
         report: list[dict[str, Any]] = [
             {

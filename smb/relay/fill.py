@@ -1,7 +1,7 @@
-"""One version on its way into a mirror: which block comes from whom, what is there, what went wrong. Thread-safe.
+"""One version on its way into a mirror: which parent gives which block, what has arrived, what failed. Thread-safe.
 
-Blocks have a parent each by the plan. Those of a parent that broke, or from which nothing has come for STALL_S, are
-taken from the source: a plan that is out of date, or wrong, makes a version late, never wrong, and never stops it.
+The plan gives each block a parent. The blocks of a parent that broke, or that has sent nothing for STALL_S, are taken
+from the source. So a plan that is outdated or wrong can delay a version, but neither falsify nor stop it.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ _BUSY_MIN = 0.3
 
 class Fill:
     def __init__(self, blocks: Blocks, version: int, source: str, parents: Sequence[tuple[float, str]]) -> None:
-        """`parents`: where each range of [0, 1) ends, and the buffer that those blocks come from."""
+        """`parents` has the end of each range of [0, 1), and the buffer that gives the blocks of that range."""
         self.blocks = blocks
         self.version = version
         self.source = source
-        # In a row from one parent, with one look for all whether they were what they should be; few, as what is in
-        # such a row is not served on before its end.
+        # Blocks that are read together from one parent, with one check for all of them. Few, since none of them is
+        # passed on before the last one has arrived.
         self.at_once = max(1, blocks.count // 256)
         self.failure: Exception | None = None
         self.changed = threading.Condition()
-        self._open: dict[str, dict[int, None]] = {}  # not there, by parent, in order
+        self._open: dict[str, dict[int, None]] = {}  # missing blocks by parent, in order
         self._taken: set[int] = set()
         self._bits = 0
-        self._moved: dict[str, float] = {}  # when something came last
+        self._moved: dict[str, float] = {}  # by parent: the time of the last arrival
         self._broken: set[str] = set()
         self._ended = False
-        self._came: dict[str, int] = {}  # blocks, by parent; so below
-        self._reading: dict[str, int] = {}  # calls under way
-        self._since: dict[str, float] = {}  # there is one
+        self._came: dict[str, int] = {}  # by parent: number of blocks that have arrived
+        self._reading: dict[str, int] = {}  # by parent: number of calls in progress
+        self._since: dict[str, float] = {}  # by parent: start of the present calls
         self._busy_s: dict[str, float] = {}
         self._began = now = time.monotonic()
         for block in range(blocks.count):
@@ -48,12 +48,14 @@ class Fill:
 
     @property
     def parents(self) -> list[str]:
-        """From whom something is to come."""
+        """Return the parents from which blocks are expected."""
         return list(self._moved)
 
     def rates(self) -> dict[str, float]:
-        """Return bytes per second by parent, while some were on their way. A parent that had nothing to give in between
-        looks as fast as it could be, within bounds: what little came may have waited in the network's queues.
+        """Return the bytes per second by parent, counting only the time with calls in progress.
+
+        A parent that had nothing to give in between therefore shows its possible speed, approximately: the few bytes
+        may have waited in the network's queues.
         """
         size, found = self.blocks.block_bytes, {}
         for parent, count in self._came.items():
@@ -63,7 +65,7 @@ class Fill:
 
     @contextmanager
     def reading(self, parent: str) -> Iterator[None]:
-        """Count the time inside as such with bytes on their way from there."""
+        """Count the time inside the block as time with a call to that parent in progress."""
         with self.changed:
             count = self._reading.get(parent, 0)
             self._reading[parent] = count + 1
@@ -88,15 +90,17 @@ class Fill:
 
     @property
     def active(self) -> bool:
-        """Whether there is anything left to do."""
+        """Return True if there is work left."""
         return not (self._ended or self.failure is not None or self.done)
 
     def wants(self, parent: str) -> bool:
-        """Whether anything is still to come from there; from the source, as long as anything is at all."""
+        """Return True if blocks are still expected from that parent; from the source, if any block is still
+        expected.
+        """
         return self.active and (parent == self.source or bool(self._open.get(parent)))
 
     def take(self, parent: str, has: Callable[[int], bool], most: int = 1) -> list[int]:
-        """Return the next blocks that are to come from this parent, of those that it has."""
+        """Return the next blocks to read from this parent, of those that the parent has."""
         with self.changed:
             if not self.active:
                 return []
@@ -108,23 +112,25 @@ class Fill:
             return found
 
     def _abandoned(self) -> list[int]:
-        """Return a block of a parent that does not give it. A thread that has taken it may be hanging."""
+        """Return a block of a parent that does not deliver it, for the source. The thread that reads it may be
+        hanging.
+        """
         now = time.monotonic()
         for parent, blocks in self._open.items():
             lost = parent in self._broken or now - self._moved[parent] > STALL_S
             if parent != self.source and blocks and lost:
                 block = next(iter(blocks))
-                del blocks[block]  # it is the source's from now on
+                del blocks[block]  # from now on the block is read from the source
                 self._open.setdefault(self.source, {})[block] = None
                 return [block]
         return []
 
     def put(self, block: int, parent: str, write: Callable[[], None]) -> bool:
-        """Have a block that came written, unless it is there; return whether it was not."""
+        """Write a block that has arrived, unless it is there already; return True if it was written."""
         with self.changed:
             if not self.active or self._bits >> block & 1:
                 return False
-        write()  # twice the same bytes, perhaps
+        write()  # another thread may write the same bytes
         with self.changed:
             if self._ended:
                 return False
@@ -137,12 +143,12 @@ class Fill:
         return True
 
     def give_back(self, blocks: Iterable[int]) -> None:
-        """They did not come after all."""
+        """Return these blocks to the queue: they did not arrive."""
         with self.changed:
             self._taken.difference_update(blocks)
 
     def broke(self, parent: str) -> None:
-        """Nothing comes from there for now."""
+        """Note that this parent delivers nothing for now."""
         with self.changed:
             if parent != self.source:
                 self._broken.add(parent)
@@ -150,13 +156,13 @@ class Fill:
             self.changed.notify_all()
 
     def fail(self, error: Exception) -> None:
-        """It cannot be had any more."""
+        """End the fill with an error: the source no longer has this version."""
         with self.changed:
             self.failure = self.failure or error
             self.changed.notify_all()
 
     def end(self) -> None:
-        """Nothing is written any more after this returns and `put` has."""
+        """End the fill. Nothing is written after this call and all calls of `put` have returned."""
         with self.changed:
             self._ended = True
             self.changed.notify_all()

@@ -1,6 +1,6 @@
-"""Fills what a relay has begun: a version, or a delta, block by block from wherever the plan says.
+"""Fills a version or a delta that a relay has begun, block by block from the parents of the plan.
 
-Threads: two for each parent move blocks; one says what has arrived; the relay's own waits.
+Threads: two for each parent move blocks, one publishes what has arrived, and the relay's own thread waits.
 """
 
 from __future__ import annotations
@@ -31,30 +31,32 @@ if TYPE_CHECKING:
     from smb.call.versions import Publication
     from smb.client import Client
 
-TURN_S = 3.0  # of a publisher's turn: how long the next relay waits after a kill
-AGAIN_S = 0.5  # how long one wait for something to change takes
+TURN_S = 3.0  # ttl of a publisher's turn: how long the next relay waits after a kill
+AGAIN_S = 0.5  # timeout of one wait for a change
 _RETRY_FIRST_S, _RETRY_MAX_S = 0.25, 1.0
-_LOOK_S = 1.0  # how long one wait takes, so that a stop is noticed
+_LOOK_S = 1.0  # timeout of one wait, after which a stop is noticed
 _RENEW_S = 1.0
-_THREADS = 2  # for each parent: while one looks whether what came is what it was, the other reads
+_THREADS = 2  # for each parent: one checks that its blocks are unchanged while the other reads
 
 _log = logging.getLogger("smb")
 
 
 def retries() -> Backoff:
-    """Return the pauses between tries of what has failed."""
+    """Return the pauses between attempts."""
     return Backoff(_RETRY_FIRST_S, _RETRY_MAX_S)
 
 
 class VersionFinder(Protocol):
-    """Where something lies in a parent."""
+    """Finds a version in a parent."""
 
     def find(self, buffer: Buffer, version: int) -> int:
-        """Return the slot in which all of a version lies, in the source or in another mirror; -1 if it is not there."""
+        """Return the slot in which the whole version lies, in the source or in another mirror; -1 if it is not
+        there.
+        """
 
 
 class Filler:
-    """Fills one mirror, one thing at a time. Its `stop` ends what is under way."""
+    """Fills one mirror, one version at a time. `stop` ends the present fill."""
 
     def __init__(self, client: Client, name: str, source: str) -> None:
         self.name = name
@@ -62,7 +64,7 @@ class Filler:
         self.where: VersionFinder
         self.parents: Sequence[tuple[float, str]] = ((1.0, source),)
         self.stopping = threading.Event()
-        self.changed = threading.Condition()  # of `fill`
+        self.changed = threading.Condition()  # notified when `fill` changes
         self.fill: Fill | None = None
         self.publication: Publication | None = None
         self._client = client
@@ -70,23 +72,23 @@ class Filler:
         self._rates: dict[str, float] = {}
 
     def stop(self) -> None:
-        """Begin nothing else, and leave what is under way."""
+        """Begin no other fill, and abandon the present one."""
         self.stopping.set()
         with self.changed:
             self.changed.notify_all()
 
     def forget(self) -> None:
-        """Open everything anew the next time: what is open may be gone."""
+        """Open all buffers again at the next fill: the present ones may be gone."""
         for feeder in (each for feeders in self._feeders.values() for each in feeders):
             feeder.stopping.set()
         self._feeders = {}
 
     def rates(self) -> dict[str, float]:
-        """Return in bytes per second what came from each parent while it came."""
+        """Return the bytes per second from each parent, counting only the time with calls in progress."""
         return dict(self._rates)
 
     def arrived(self) -> float:
-        """Return which share there is of what is under way, from 0 to 1."""
+        """Return the fraction of the present fill that has arrived, 0 to 1."""
         fill = self.fill
         return fill.bits.bit_count() / max(1, fill.blocks.count) if fill is not None else 0.0
 
@@ -98,11 +100,13 @@ class Filler:
         words: Buffer,
         renew: Callable[[], None],
     ) -> bool:
-        """Write all of it under a publisher's turn; return whether it is there: not if it was stopped. `where` it lies
-        in its parents; `words`: of what has arrived. `renew` is called now and then. Raises what went wrong.
+        """Write the whole version under a publisher's turn; return False if the fill was stopped.
+
+        `where` finds the version in its parents. `words` is the buffer with what has arrived. `renew` is called from
+        time to time. Raises the error of a fill that failed.
         """
         self.where, slot = where, publication.slot
-        # Before the first byte: from here on nobody takes what is overwritten for what it was.
+        # Before the first byte is written: from here on no reader takes the overwritten slot for the former version.
         words.publish(Arrived(fill.version, slot, 0).to_words(), ttl=TURN_S)
         teller = threading.Thread(target=self._tell, args=(fill, words, slot), daemon=True)
         teller.start()
@@ -113,7 +117,7 @@ class Filler:
             with self.changed:
                 self.fill = None
             fill.end()
-            teller.join()  # its last words must not come after those of the next
+            teller.join()  # its last words must not be published after those of the next fill
         if fill.failure is not None:
             raise fill.failure
         if fill.done:
@@ -129,7 +133,7 @@ class Filler:
             self.changed.notify_all()
 
     def _await(self, fill: Fill, renew: Callable[[], None]) -> None:
-        """Return when it is done, failed, or to be stopped."""
+        """Return when the fill is done, failed, or has to stop."""
         renewed = time.monotonic()
         while fill.active and not self.stopping.is_set():
             with fill.changed:
@@ -141,7 +145,7 @@ class Filler:
                 renew()
 
     def _tell(self, fill: Fill, words: Buffer, slot: int) -> None:
-        """Say what has arrived, until all has."""
+        """Publish what has arrived, until everything has."""
         shown = 0
         while True:
             with fill.changed:
@@ -159,13 +163,13 @@ class Filler:
 
     def _measure(self, fill: Fill) -> None:
         rates = fill.rates()
-        if rates:  # of nothing, as a delta without changes, nothing is known anew
-            # Of parents that gave nothing now nothing is known any more.
+        if rates:  # a delta without changes moves nothing, so nothing new is known
+            # Parents that gave nothing this time are dropped: their rate is not known any more.
             self._rates = {parent: (self._rates.get(parent, rate) + rate) / 2 for parent, rate in rates.items()}
 
 
 class _Feeder:
-    """Moves blocks from one parent, a buffer or another mirror of it, in a thread of its own."""
+    """Moves blocks from one parent, the source or another mirror of it, on a thread of its own."""
 
     def __init__(self, client: Client, filler: Filler, parent: str) -> None:
         self._client = client
@@ -194,7 +198,7 @@ class _Feeder:
                     self._from_mirror(self._buffer, fill, publication)
                 backoff = retries()
             except Error as error:
-                _log.info("mirror %s: nothing from %s for now: %s", filler.name, self._parent, error)
+                _log.info("mirror %s: cannot read from %s for now: %s", filler.name, self._parent, error)
                 self._buffer = self._words = None
                 fill.broke(self._parent)
                 filler.stopping.wait(backoff.next_s())
@@ -211,7 +215,9 @@ class _Feeder:
             if slot >= 0:
                 self._read(buffer, slot, fill, blocks)
             if slot < 0 or where.find(buffer, fill.version) != slot:
-                fill.fail(NotFoundError(f"version {fill.version} of {buffer.name!r} was overwritten on its way"))
+                fill.fail(
+                    NotFoundError(f"version {fill.version} of {buffer.name!r} was overwritten before it had arrived")
+                )
                 return
             self._put(fill, publication, blocks)
 
@@ -224,7 +230,7 @@ class _Feeder:
         while fill.wants(self._parent):
             slot = has.slot
             blocks = fill.take(self._parent, has.has, fill.at_once) if has.version == fill.version else []
-            if not blocks and has.version > fill.version:  # it has gone on, and may still have this one
+            if not blocks and has.version > fill.version:  # the parent has a later version, and may still have this one
                 slot = where.find(buffer, fill.version)
                 if slot >= 0:
                     blocks = fill.take(self._parent, lambda _: True, fill.at_once)
@@ -245,7 +251,7 @@ class _Feeder:
             has = now
 
     def _read(self, buffer: Buffer, slot: int, fill: Fill, blocks: Sequence[int]) -> None:
-        """Read them into our memory, one behind the other."""
+        """Read the blocks into this process's memory, one after the other."""
         size = fill.blocks.block_bytes
         if self._memory.nbytes < size * len(blocks):
             self._memory = np.empty(size * fill.at_once, np.uint8)
@@ -262,6 +268,6 @@ class _Feeder:
             there = memory_of(self._memory[at * fill.blocks.block_bytes :])
             try:
                 fill.put(block, self._parent, partial(publication.write, start, nbytes, there))
-            except Error as error:  # of our own mirror, not of the parent
+            except Error as error:  # an error of the own mirror, not of the parent
                 fill.fail(error)
                 return

@@ -1,8 +1,8 @@
-"""The relay of one mirror: follows what is published, and brings it into the mirror from wherever the plan says.
+"""The relay of one mirror: waits for publications, and brings them into the mirror from the parents of the plan.
 
-A thread for each mirror waits for the next number and has the publisher's turn. What is brought shows in the mirror
-with its publication there, under the source's number. Of a buffer with versions that is the latest version. Of the log
-of a state with deltas it is one entry after the other, each once its delta is there.
+Each mirror has a thread that waits for the next number and has the publisher's turn. A version becomes visible in the
+mirror when it is published there, under the source's number. A mirror of a buffer with versions gets the latest
+version. A mirror of the log of a state with deltas gets one entry after the other, each once its delta has arrived.
 """
 
 from __future__ import annotations
@@ -31,46 +31,46 @@ if TYPE_CHECKING:
     from smb.call.versions import Publication
     from smb.client import Client
 
-_LOOK_S = 1.0  # how long one wait for the next takes, so that a stop is noticed
-_READERS_S = 30.0  # for how long readers that pin a mirror's versions may delay the next
+_LOOK_S = 1.0  # timeout of one wait for the next version, after which a stop is noticed
+_READERS_S = 30.0  # how long readers that pin a mirror's versions may delay the next version
 
 _log = logging.getLogger("smb")
 
 
 class Relay:
-    """Keeps one mirror filled. `stop` it."""
+    """Keeps one mirror filled until `stop`."""
 
     def __init__(self, client: Client, server: str, name: str, source: str) -> None:
         self.name = name
-        self.version = 0  # that is there, whole
+        self.version = 0  # the last version that has arrived completely
         self._filler = Filler(client, name, source)
         self._tail: _VersionTail | _LogTail | None = None
         self._nbytes = 0
         self._client = client
         self._server = server
-        self._backoff = retries()  # since a version arrived
+        self._backoff = retries()  # reset when a version arrives
         self._thread = threading.Thread(target=self._run, name=f"relay-{name}", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """Begin nothing else, and leave what is under way."""
+        """Begin no other version, and abandon the present one."""
         self._filler.stop()
 
     def plan(self, parents: Sequence[tuple[float, str]]) -> None:
-        """Take what is next from these."""
+        """Take the next version from these parents."""
         self._filler.parents = parents
 
     @property
     def published(self) -> int:
-        """The source's latest, as last heard."""
+        """The source's latest version, as last heard."""
         return self._tail.published if self._tail is not None else 0
 
     def rates(self) -> dict[str, float]:
-        """Return in bytes per second what came from each parent while it came."""
+        """Return the bytes per second from each parent, counting only the time with calls in progress."""
         return self._filler.rates()
 
     def arrived_bytes(self) -> int:
-        """Return how much there is of what is under way, as a share of the mirror's bytes."""
+        """Return how much of the present version has arrived, as the same fraction of the mirror's bytes."""
         return int(self._nbytes * self._filler.arrived())
 
     def _run(self) -> None:
@@ -78,7 +78,8 @@ class Relay:
         while not stopping.is_set():
             try:
                 self._follow()
-            except (NotFoundError, PermissionDeniedError) as error:  # deleted, ours no more: we shall hear what is next
+            # the mirror was deleted or taken away; a new task will follow
+            except (NotFoundError, PermissionDeniedError) as error:
                 _log.debug("%s", error)
                 stopping.wait(self._backoff.next_s())
             except Error as error:
@@ -106,14 +107,15 @@ class Relay:
                 self._take(mirror, tail, latest)
                 self._backoff = retries()
             except NotFoundError as error:
-                # If it was only overtaken, what is open is good still: to open it anew takes the coordinator.
+                # If the version was merely overwritten, the open buffers are still good; opening them again takes the
+                # coordinator.
                 if not tail.is_overtaken(latest):
                     raise
                 _log.debug("mirror %s: %s", self.name, error)
                 self._filler.stopping.wait(self._backoff.next_s())
 
     def _take(self, mirror: Buffer, tail: _VersionTail | _LogTail, latest: int) -> None:
-        """Bring what is next, and publish it under the source's number."""
+        """Bring the next version, and publish it under the source's number."""
         publication = versions_of(mirror).begin(TURN_S, TURN_S, _READERS_S)
         committed = False
         try:
@@ -128,10 +130,10 @@ class Relay:
 
 
 class _VersionTail:
-    """What is next of a buffer with versions: the latest."""
+    """The next version of a buffer with versions: the latest one."""
 
     def __init__(self, source: Buffer, words: Buffer, filler: Filler) -> None:
-        """`words`: of what has arrived in the mirror."""
+        """`words` is the buffer with what has arrived in the mirror."""
         self.published = 0
         self._source = source
         self._words = words
@@ -141,7 +143,7 @@ class _VersionTail:
         return versions_of(self._source).find(version)[1] < 0
 
     def bring(self, _: int, version: int, publication: Publication) -> int:
-        """Have it in the mirror, and return its number; 0 if that was stopped."""
+        """Bring the version into the mirror and return its number; 0 if that was stopped."""
         source = self._source
         fill = Fill(Blocks.of(source), version, source.name, self._filler.parents)
         with source.pin(version, ttl=TURN_S) as pin:
@@ -151,7 +153,8 @@ class _VersionTail:
                 try:
                     pin.renew()
                     self.published = source.version
-                except Error as error:  # overtaken, or not reached: each read looks whether it is still there
+                # overwritten, or the source is not reached: each read checks whether the version is still there
+                except Error as error:
                     _log.debug("mirror of %s: %s", source.name, error)
 
             return version if self._filler.bring(fill, self, publication, self._words, renew) else 0
@@ -161,31 +164,32 @@ class _VersionTail:
 
 
 class _LogTail:
-    """What is next of a log: the entry after the last one, with its delta. It lies in the mirror where it lies in the
-    source.
+    """The next version of a log: the entry after the last one, with its delta. A mirror has it at the same position as
+    the source.
     """
 
     def __init__(self, source: Buffer, words: Buffer, filler: Filler) -> None:
-        """`words`: of what has arrived in the mirror."""
+        """`words` is the buffer with what has arrived in the mirror."""
         self.published = 0
         self._log = PublicationLog(source)
         self._words = words
         self._filler = filler
-        self._latest = 0  # of the source, when the entry that is being brought was there
+        self._latest = 0  # the source's latest generation when the present entry was found
         self._entry: LogEntry
 
     def is_overtaken(self, generation: int) -> bool:
         return self._log.buffer.version > generation
 
     def bring(self, after: int, latest: int, publication: Publication) -> int:
-        """Have what follows generation `after` in the mirror, and return its number; 0 if that was stopped. Raises
-        NotFoundError if the source has overwritten it.
+        """Bring the entry after generation `after` into the mirror and return its number; 0 if that was stopped.
+
+        Raises NotFoundError if the source has overwritten it.
         """
         log, source = self._log, self._log.buffer
         entries = log.entries(source, latest)
         entry = next_of(entries, after) if entries else None
         if entry is None:
-            raise NotFoundError(f"generation {latest} of {source.name!r} was overwritten on its way")
+            raise NotFoundError(f"generation {latest} of {source.name!r} was overwritten before it had arrived")
         if entry.nbytes:
             self._latest, self._entry = latest, entry
             fill = Fill(log.blocks(entry), entry.generation, source.name, self._filler.parents)
@@ -196,6 +200,6 @@ class _LogTail:
         return entry.generation
 
     def find(self, buffer: Buffer, version: int) -> int:
-        """As VersionFinder: a log has one slot."""
+        """See VersionFinder. A log has one slot."""
         entry, known = self._entry, self._latest if buffer.name == self._log.buffer.name else 0
         return 0 if entry.generation == version and self._log.holds(buffer, entry, known) else -1

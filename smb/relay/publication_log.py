@@ -1,17 +1,17 @@
-"""The log of a state with deltas=: what each generation is, and where its delta lies (docs/decisions/0042).
+"""The log of a state with deltas=: the entry of each generation, and the deltas (docs/decisions/0042).
 
 NAME.log is one buffer of bytes with one copy. It begins with slots of 64 bytes: the entry of generation g lies in slot
-g modulo their number. A ring follows, in which each delta lies behind the one before. Generation g exists once version
-g of the buffer is published. Its entry was written before that, and stays for as long as the slots last. The ring
-starts at the next multiple of 4096 after the slots, and a delta does not cross the ring's end. The metadata says how
-many slots there are: {"smb.log": {"slots": 34}}.
+g modulo the number of slots. A ring follows, in which the deltas lie one after the other. Generation g exists once
+version g of the buffer is published. Its entry is written before that, and stays until its slot is used again. The ring
+begins at the next multiple of 4096 after the slots, and a delta does not cross the ring's end. The metadata has the
+number of slots: {"smb.log": {"slots": 34}}.
 
 The delta of entry e is in reach of entry g if it begins at most three quarters of the ring before the end of g's delta.
-A delta that is in reach of entry g stays in the ring while g + 1 and g + 2 are written. So what was read from the ring
-is whole if it is in reach of an entry that was published when the read had ended.
+A delta that is in reach of entry g stays in the ring while g + 1 and g + 2 are written. So bytes read from the ring are
+intact if they are in reach of an entry that was published when the read had ended.
 
-A mirror of a log has the same positions, and takes one entry after the other, each once its delta is there. Where some
-between are gone it goes on with an entry that says no more than that there is a whole state.
+A mirror of a log has the same positions, and takes one entry after the other, each once its delta is there. If some
+entries in between are gone, it continues with an entry that only says that the whole state is there.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from smb.relay.arrived import Blocks
 if TYPE_CHECKING:
     from smb.buffer import Buffer
 
-KEY = "smb.log"  # in the log's metadata: how many slots it has
+KEY = "smb.log"  # in the log's metadata: the number of slots
 ENTRY_BYTES = 64
 _WORDS = ENTRY_BYTES // 8
-_FORMAT = 2  # 1 was a description of each generation, with all deltas that it needs
-_RING_STARTS = 4096  # a multiple of it, so that blocks of deltas begin with chunks
+_FORMAT = 2  # format 1 described each generation with all deltas that it needs
+_RING_STARTS = 4096  # alignment of the ring, so that blocks of deltas begin with chunks
 _RING_MIN = 1 << 16
-_DELTA_SHARE = 12  # of the ring that one delta may take: what is larger is published whole
-_SLACK = 3  # of the largest delta's size: two that are written ahead, and what the end of the ring leaves empty
+_DELTA_SHARE = 12  # the largest delta takes this part of the ring; larger changes are published whole
+_SLACK = 3  # in largest deltas: two that are written ahead, and the gap at the end of the ring
 _AHEAD = 2  # slots that are written ahead
 
 Slots = np.ndarray[Any, np.dtype[np.int64]]  # (slots, words)
@@ -43,11 +43,11 @@ Slots = np.ndarray[Any, np.dtype[np.int64]]  # (slots, words)
 
 @dataclass(frozen=True, slots=True)
 class LogEntry:
-    """One generation. Its slot has eight int64 words: generation, 2 (the form), position, nbytes, total,
+    """One generation. Its slot has eight int64 words: generation, 2 (the format), position, nbytes, total,
     whole_generation, whole_version, whole_total.
 
-    `position` is where its delta begins in the ring, counted on without end; `total` the sum of its state.
-    `whole_generation` is the last generation up to it that is also there whole, as `whole_version` of the state's
+    `position` is where its delta begins in the ring, counted without wrapping around; `total` is the sum of its state.
+    `whole_generation` is the last generation up to this one that is also there whole, as `whole_version` of the state's
     buffer.
     """
 
@@ -61,16 +61,16 @@ class LogEntry:
 
     @property
     def is_whole(self) -> bool:
-        """Whether it was published whole, and has no delta."""
+        """True if the generation was published whole and has no delta."""
         return self.whole_generation == self.generation
 
     @property
     def end(self) -> int:
-        """Where the next delta may begin."""
+        """The position at which the next delta may begin."""
         return self.position + self.nbytes
 
     def to_words(self) -> np.ndarray[Any, Any]:
-        """Return what lies in its slot."""
+        """Return the words of its slot."""
         words = np.zeros(_WORDS, np.int64)
         words[:4] = self.generation, _FORMAT, self.position, self.nbytes
         words[5:7] = self.whole_generation, self.whole_version
@@ -79,7 +79,9 @@ class LogEntry:
 
     @classmethod
     def of(cls, words: np.ndarray[Any, Any], generation: int, ring_bytes: int) -> LogEntry | None:
-        """Read what `to_words` wrote; None if it is of another generation. Raises Error if it makes no sense."""
+        """Parse the words that `to_words` made; None if they are another generation's. Raises Error for invalid
+        words.
+        """
         if words[0] != generation:
             return None
         unsigned = words.view(np.uint64)
@@ -87,22 +89,22 @@ class LogEntry:
             generation, int(words[2]), int(words[3]), int(unsigned[4]), int(words[5]), int(words[6]), int(unsigned[7])
         )
         if words[1] != _FORMAT or not 1 <= entry.whole_generation <= generation:
-            raise Error(f"the log's entry of generation {generation} makes no sense; no Publisher wrote it")
+            raise Error(f"the log's entry of generation {generation} is invalid: it was not written by a Publisher")
         if entry.position < 0 or not 0 <= entry.nbytes <= ring_bytes:
-            raise Error(f"the log's entry of generation {generation} names bytes that its delta can't have")
+            raise Error(f"the log's entry of generation {generation} is invalid: its delta cannot have these bytes")
         return entry
 
 
 class PublicationLog:
-    """How a log is laid out, from its buffer; and what lies in it, or in a mirror of it."""
+    """The layout of a log, from its buffer, and the entries of the log or of a mirror."""
 
     def __init__(self, buffer: Buffer) -> None:
-        """Raises InvalidArgumentError if it is no log."""
+        """Raises InvalidArgumentError if the buffer is not a log."""
         about = buffer.metadata.get(KEY)
         slots = about.get("slots") if isinstance(about, Mapping) else None
         self.buffer = buffer
         if type(slots) is not int or slots <= _AHEAD or buffer.versions != 1 or buffer.dtype != np.uint8:
-            raise InvalidArgumentError(f"{buffer.name!r} is no log of a published state")
+            raise InvalidArgumentError(f"{buffer.name!r} is not the log of a published state")
         self.slots = slots
         self.start = _ring_start(slots)
         self.size = buffer.size - self.start
@@ -112,24 +114,26 @@ class PublicationLog:
 
     @staticmethod
     def form(deltas: int, state_bytes: int) -> tuple[int, dict[str, Any]]:
-        """Return the bytes and the metadata of a log for a state that is published whole every so many deltas."""
+        """Return the bytes and the metadata of a log for a state that is published whole after every `deltas`
+        deltas.
+        """
         slots = 2 * deltas + _AHEAD
         return _ring_start(slots) + _ring_bytes(state_bytes), {KEY: {"slots": slots}}
 
     @staticmethod
     def may_be(nbytes: int, state_bytes: int) -> bool:
-        """Whether a log of some state of that size takes so many bytes."""
+        """Return True if the log of some state of that size takes this many bytes."""
         start = nbytes - _ring_bytes(state_bytes)
         return start > 0 and start % _RING_STARTS == 0
 
     @property
     def room(self) -> int:
-        """Bytes of deltas that are in reach at least."""
+        """Bytes of deltas that are always in reach."""
         return self.size - _SLACK * self.delta_max
 
     @property
     def kept(self) -> int:
-        """How many of the last entries are in reach at most."""
+        """The largest number of last entries that can be in reach."""
         return self.slots - _AHEAD
 
     def slot(self, generation: int) -> int:
@@ -141,17 +145,17 @@ class PublicationLog:
         return self.start + entry.position % self.size
 
     def next_position(self, end: int, nbytes: int) -> int:
-        """Return where a delta lies in one row that comes behind `end`."""
+        """Return the position of a delta that follows `end` and does not cross the ring's end."""
         left = self.size - end % self.size
         return end if nbytes <= left else end + left
 
     def blocks(self, entry: LogEntry) -> Blocks:
-        """Return how its delta is cut on its way through relays; alike for everybody."""
+        """Return the blocks of its delta for relays, the same for all of them."""
         cut = Blocks.cut(entry.nbytes, self.buffer.layout.chunk_bytes)
         return Blocks(entry.nbytes, cut, self.position(entry), entry.generation)
 
     def read_slots(self, of: Buffer, first: int, last: int) -> Slots:
-        """Read the entries of these generations from the log or a mirror of it; what else is in the slots is 0."""
+        """Read the entries of these generations from the log or a mirror of it; other slots are 0."""
         found = np.zeros((self.slots, _WORDS), np.int64)
         flat = found.reshape(-1).view(np.uint8)
         if last - first + 1 >= self.slots:
@@ -163,13 +167,16 @@ class PublicationLog:
         return found
 
     def entries(self, of: Buffer, last: int, since: int = 0) -> tuple[LogEntry, ...]:
-        """Return what `known` does of the entries after `since` up to `last`, read from the log or a mirror of it."""
+        """Read the entries after `since` up to `last` from the log or a mirror of it, and return those that `known`
+        returns.
+        """
         first = max(since, last - self.kept) + 1
         return self.known(self.read_slots(of, first, last), first, last)
 
     def known(self, slots: Slots, first: int, last: int) -> tuple[LogEntry, ...]:
-        """Return the entries from `first` to `last` that follow each other up to `last` and are in reach of it; none if
-        later ones have gone over that. Raises Error if one makes no sense.
+        """Return the entries from `first` to `last` that follow each other up to `last` and are in reach of it.
+
+        Returns none if later entries have overwritten that. Raises Error for an invalid entry.
         """
         found: list[LogEntry] = []
         for generation in range(last, max(first, last - self.kept + 1, 1) - 1, -1):
@@ -183,8 +190,9 @@ class PublicationLog:
         return entry.position >= last.end - self.room
 
     def holds(self, of: Buffer, entry: LogEntry, known: int = 0) -> bool:
-        """Whether the log, or a mirror of it, has had the delta of an entry until now. `known`: a generation that was
-        there before, of which the entry was in reach.
+        """Return True if the log, or a mirror of it, has had the delta of an entry until now.
+
+        `known` is a generation that was there before, and that the entry was in reach of.
         """
         latest = of.version
         if known and latest < known + _AHEAD:
@@ -193,8 +201,10 @@ class PublicationLog:
 
 
 def next_of(entries: Sequence[LogEntry], after: int) -> LogEntry | None:
-    """Return what a mirror takes next that has come to generation `after`: the entry that follows, or, where that is
-    gone or leads no further, one of the last whole state. None: what follows that is gone, too. Pure.
+    """Return the entry that a mirror at generation `after` takes next. Pure.
+
+    That is the following entry. If it is gone, or leads no further, it is an entry of the last whole state. None if
+    that is gone, too.
     """
     last = entries[-1]
     if after:
@@ -213,7 +223,7 @@ def next_of(entries: Sequence[LogEntry], after: int) -> LogEntry | None:
 
 
 def chain(entries: Sequence[LogEntry], since: int, to: int) -> tuple[LogEntry, ...] | None:
-    """Return the deltas from one generation to another; None if some are not there."""
+    """Return the deltas from one generation to another; None if some are missing."""
     found = tuple(entry for entry in entries if since < entry.generation <= to)
     unbroken = [entry.generation for entry in found] == list(range(since + 1, to + 1))
     return found if unbroken and not any(entry.is_whole for entry in found) else None

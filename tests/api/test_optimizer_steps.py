@@ -202,10 +202,10 @@ REFUSED: list[tuple[Callable[[Buffers], Any], str]] = [
         "step must be an integer from 1 to .*, not 0",
     ),
     (lambda b: b["w"].apply("sgd", b["g"], lr=float("nan")), "must be a finite float32"),
-    (lambda b: b["w"].apply("sgd", b["g"], b["m"], lr=1), "'sgd' has none as its state, but 1 were given"),
-    (lambda b: b["w"].apply("momentum", b["g"], lr=1, mu=1), r"has 1 \(m\) as its state, but 0 were given"),
-    (lambda b: b["w"].apply("adam", b["g"], b["m"], lr=1, step=1), r"has 2 \(m, v\) as its state, but 1 were given"),
-    (lambda b: b["w"].apply("sgd", np.ones(10, np.float32), lr=1), "must be a buffer opened by the same client"),
+    (lambda b: b["w"].apply("sgd", b["g"], b["m"], lr=1), "'sgd' takes none as its state, but 1 were passed"),
+    (lambda b: b["w"].apply("momentum", b["g"], lr=1, mu=1), r"takes 1 \(m\) as its state, but 0 were passed"),
+    (lambda b: b["w"].apply("adam", b["g"], b["m"], lr=1, step=1), r"takes 2 \(m, v\) as its state, but 1 were passed"),
+    (lambda b: b["w"].apply("sgd", np.ones(10, np.float32), lr=1), "must be one opened by the same client"),
     (
         lambda b: b["w"].apply("sgd", b["apart"], lr=1),
         "is not striped over the same servers .* create it with like='w'",
@@ -218,10 +218,13 @@ REFUSED: list[tuple[Callable[[Buffers], Any], str]] = [
     (lambda b: b["w"].apply("momentum", b["g"], b["w"], lr=1, mu=1), "must be different buffers"),
     (lambda b: b["w"].apply("adam", b["g"], b["m"], b["m"], lr=1, step=1), "must be different buffers"),
     (lambda b: b["w"].apply("sgd", b["again"], lr=1), "must be different buffers"),
-    (lambda b: b["doubles"].apply("sgd", b["doubles-g"], lr=1), "it is float64; rules are for float32 buffers"),
-    (lambda b: b["two"].apply("sgd", b["two-g"], lr=1), "several copies that take turns"),
+    (
+        lambda b: b["doubles"].apply("sgd", b["doubles-g"], lr=1),
+        "rules are for float32 buffers, and this one is float64",
+    ),
+    (lambda b: b["two"].apply("sgd", b["two-g"], lr=1), "cannot change a buffer that keeps several versions"),
     (lambda b: b["w"].apply("sgd", b["g"], lr=1, fence=b["g"].lock()), "fence= takes a lock that this buffer's lock"),
-    (lambda b: b["w"].apply("sgd", b["g"], lr=1, fence=b["w"].lock()), "not taken"),
+    (lambda b: b["w"].apply("sgd", b["g"], lr=1, fence=b["w"].lock()), "not held"),
 ]
 
 

@@ -197,7 +197,7 @@ def test_a_mirror_whose_memory_was_lost_is_made_anew() -> None:
         mirror = f"{SOURCE}.mirror.server-1"
         wait_for(lambda: client.open(mirror).layout.segments[0].lost, "the loss")
         answer = CliRunner().invoke(app, ["relay", SOURCE, "--coordinator", cluster.address])
-        assert f"Make it anew: smb relay {SOURCE} --to server-1" in answer.output
+        assert f"Create the mirror again: smb relay {SOURCE} --to server-1" in answer.output
         assert client.relay(SOURCE, ["server-1"]) == ["server-1"]
         has(client, "server-1", 1)
         has(client, "server-1", source.publish(generation(2)))

@@ -331,15 +331,15 @@ def test_what_create_refuses(client: smb.Client) -> None:
     news = client.create("news", 1000, replicas=2, versions=2)
     client.create("beside", like=weights, replicas=2)
     wrong: list[tuple[dict[str, Any], str]] = [
-        ({"state_of": weights, "like": weights}, "leave like= out"),
+        ({"state_of": weights, "like": weights}, "leave out like="),
         ({"state_of": weights, "tensors": {"a": ((1,), "float32")}}, "leave tensors= out"),
-        ({"state_of": weights, "versions": 2}, "leave versions= out"),
+        ({"state_of": weights, "versions": 2}, "leave out versions="),
         ({"state_of": weights, "servers": 1}, "leave both out"),
         ({"state_of": weights, "stripe": "4KiB"}, "leave both out"),
         ({"state_of": weights, "replicas": 1}, "the weights 'w' have replicas=2; their state has as many"),
         ({"state_of": one, "replicas": 2}, "the weights 'one' have replicas=1; their state has as many"),
-        ({"state_of": weights, "shape": 5}, "leave shape and dtype out"),
-        ({"state_of": news}, "keeps 2 versions"),
+        ({"state_of": weights, "shape": 5}, "leave out shape and dtype"),
+        ({"state_of": news}, "keeps several versions"),
     ]
     for wishes, told in wrong:
         with pytest.raises(smb.InvalidArgumentError, match=told):
@@ -386,6 +386,6 @@ def test_a_coordinator_of_before_is_told(client: smb.Client, monkeypatch: pytest
         return create_buffer(request, timeout)
 
     monkeypatch.setattr(client._coordinator, "create_buffer", without_joins)
-    with pytest.raises(smb.UnavailableError, match="the coordinator is older than state_of="):
+    with pytest.raises(smb.UnavailableError, match="the coordinator is too old for state_of="):
         client.create("m", state_of=weights)
     assert client.open("m").info.replicas == 2

@@ -133,9 +133,9 @@ def test_what_is_refused(client: smb.Client) -> None:
         lambda: floats.write(np.ones(10, np.float32), wire=""),
         lambda: client.create("bad", 10, wire="bf16"),
     ):
-        with pytest.raises(smb.InvalidArgumentError, match="there is no wire"):
+        with pytest.raises(smb.InvalidArgumentError, match="unknown wire"):
             call()
-    with pytest.raises(smb.InvalidArgumentError, match="only float32"):
+    with pytest.raises(smb.InvalidArgumentError, match="must be float32"):
         smb.ErrorFeedback(integers)
     feedback = smb.ErrorFeedback(client.create("elsewhere", 10))
     with pytest.raises(smb.InvalidArgumentError, match="of this buffer"):
@@ -235,7 +235,7 @@ def test_refused_arguments_leave_the_residual(client: smb.Client) -> None:
     feedback = smb.ErrorFeedback(buffer)
     buffer.accumulate(values(15, 10), wire="int8", feedback=feedback)
     before, ones = feedback.residual, np.ones(10, np.float32)
-    with pytest.raises(smb.InvalidArgumentError, match="whole number"):
+    with pytest.raises(smb.InvalidArgumentError, match="k must be an integer"):
         feedback.top_k(ones, 2.5)  # type: ignore[arg-type]
     for bad in ({"feedback": feedback, "scale": 2.0}, {"feedback": "x"}, {"feedback": feedback, "op": "max"}):
         with pytest.raises(smb.InvalidArgumentError, match=r"feedback="):

@@ -180,7 +180,7 @@ def test_waits_and_connecting() -> None:
         fresh = other.open("v")
         with _stopped(cluster), _interrupted():
             fresh.read()
-        with pytest.raises(smb.NotFoundError, match="nothing was published yet"):
+        with pytest.raises(smb.NotFoundError, match="nothing is published yet"):
             fresh.read()
 
 

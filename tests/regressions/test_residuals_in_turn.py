@@ -55,7 +55,7 @@ def test_a_refused_fence_leaves_the_residual(connect: Callable[..., smb.Client])
     residual = smb.ErrorFeedback(buffer)
     indices, values = residual.top_k(np.arange(SIZE, dtype=np.float32), 10)
     kept, lock = residual.residual, buffer.lock(ttl=10)
-    with pytest.raises(smb.InvalidArgumentError, match="not taken"):
+    with pytest.raises(smb.InvalidArgumentError, match="not held"):
         buffer.accumulate_sparse(indices, values, fence=lock, feedback=residual)
     np.testing.assert_array_equal(residual.residual, kept)
     with lock:

@@ -79,9 +79,9 @@ def test_a_residual_is_of_one_buffer_not_of_a_name(connect: Connect, size: int) 
     indices, values = residual.top_k(np.zeros(1000, np.float32), 3)
     client.delete("g")
     buffer = client.create("g", size)
-    with pytest.raises(smb.InvalidArgumentError, match="feedback= is of another buffer, which had the name 'g'"):
+    with pytest.raises(smb.InvalidArgumentError, match="feedback= belongs to another buffer, which had the name 'g'"):
         buffer.accumulate(np.zeros(size, np.float32), feedback=residual)
-    with pytest.raises(smb.InvalidArgumentError, match="feedback= is of another buffer"):
+    with pytest.raises(smb.InvalidArgumentError, match="feedback= belongs to another buffer"):
         buffer.accumulate_sparse(indices, values, feedback=residual)
     assert not buffer.read().any()
 

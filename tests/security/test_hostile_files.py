@@ -178,10 +178,10 @@ def refusals() -> dict[str, tuple[bytes, str]]:
         "lists": (safetensors_of(b'{"a":[' + b"[]," * (10 * MIB) + b"0]}"), "brackets, but may have at most 1572864"),
         "nested": (safetensors_of(b'{"a":' + b"[" * 500_000), "it is nested too deep"),
         "cut": (safetensors_of({})[:9], "the file is incomplete: it ends within its header"),
-        "overlap": (safetensors_of(two, bytes(24)), "overlap others, or leave a gap before them"),
-        "dtype": (safetensors_of({"a": entry(dtype="F" * 10 * MIB)}), "which buffers do not have"),
+        "overlap": (safetensors_of(two, bytes(24)), "overlap other bytes, or leave a gap before them"),
+        "dtype": (safetensors_of({"a": entry(dtype="F" * 10 * MIB)}), "which buffers do not support"),
         "name": (safetensors_of({"n" * 10 * MIB: entry(dtype="F")}), "n'..."),
-        "shape": (training(entry([2, 2, 2], [0, 16])), "tensor 'values' has 16 bytes, and its shape 32"),
+        "shape": (training(entry([2, 2, 2], [0, 16])), "tensor 'values' has 16 bytes, but its shape needs 32"),
         "elements": (training(size=5), "tensor 'values' has 4 elements, not 5"),
         "size": (training(size=1 << 62), "its size is 4611686018427387904"),
         "round": (training(round=1 << 60), "its round is 1152921504606846976"),
@@ -194,7 +194,7 @@ def refusals() -> dict[str, tuple[bytes, str]]:
         "guards": (training(guards={"norm_max": [1]}), "guards: norm_max must be a number from 0 on, not [1]"),
         "guard": (training(guards={"x": 1}), "there is no guard 'x'"),
         "tensor": (training(metadata=table), "the file has no tensor 'a'"),
-        "table": (training(metadata={"smb.tensors": 5}), "its table of tensors can't be read"),
+        "table": (training(metadata={"smb.tensors": 5}), "its table of tensors cannot be read"),
         "statistics": (training(statistics=statistics), "its statistics are not those of a training"),
         "nothing": (training(steps=None), "its steps is None"),
         "version": (training(version=2), "its format has version 2, and this release of smb reads 1"),
@@ -217,9 +217,9 @@ def test_a_load_refuses_what_no_save_wrote(tmp_path: Path) -> None:
 SUMS = {"crc32c": 1, "source": "x", "nbytes": 5, "block": 16 << 20}
 SMALL: dict[str, tuple[str, bytes, str]] = {
     "good.crc32c": ("sums", json.dumps(SUMS).encode() + b"\n0123abcd\n", ""),
-    "list.crc32c": ("sums", b"[]\n", "the first line is not what a snapshot writes"),
+    "list.crc32c": ("sums", b"[]\n", "the first line is not one that a snapshot writes"),
     "nested.crc32c": ("sums", b"[" * 100_000 + b"\n", "brackets, but may have at most 16"),
-    "number.crc32c": ("sums", json.dumps(SUMS | {"nbytes": -1}).encode(), "the first line is not what a snapshot"),
+    "number.crc32c": ("sums", json.dumps(SUMS | {"nbytes": -1}).encode(), "the first line is not one that a snapshot"),
     "lines.crc32c": ("sums", json.dumps(SUMS).encode() + b"\n" + b"0123abc\n" * 9, "not a checksum of 8 hexadecimal"),
     "binary.crc32c": ("sums", b"\xff" * 100, "can't decode byte 0xff in position 0"),
     "good.toml": ("config", b"[cluster]\ncoordinator = '127.0.0.1:1'\n", ""),
@@ -234,13 +234,13 @@ SMALL: dict[str, tuple[str, bytes, str]] = {
     "good.json": ("plan", b'{"batch": 2, "bytes": 400, "compute_ms": {"1": 1, "2": 2}}', ""),
     "nested.json": ("plan", b"[" * 15_000, "it is nested too deep"),
     "dense.json": ("plan", b"[" + b"[]," * 60_000 + b"0]", "brackets, but may have at most 16000"),
-    "batch.json": ("plan", b'{"batch": 1' + b"0" * 4000 + b"}", "is no number of samples from 1 on"),
-    "digits.json": (
+    "batch.json": ("plan", b'{"batch": 1' + b"0" * 4000 + b"}", "must be a number of samples"),
+    "digits.json": ("plan", b'{"batch": 1' + b"0" * 5000 + b"}", "it has a number of 5001 digits"),
+    "time.json": (
         "plan",
-        b'{"batch": 1' + b"0" * 5000 + b"}",
-        "it has a number of 5001 digits, but may have at most 4300",
+        b'{"bytes": 4, "compute_ms": {"1": 1' + b"0" * 400 + b', "2": 2}}',
+        "must be a number of milli",
     ),
-    "time.json": ("plan", b'{"bytes": 4, "compute_ms": {"1": 1' + b"0" * 400 + b', "2": 2}}', "is no number of milli"),
     "name.json": ("plan", json.dumps({"x" * 200_000: 1}).encode(), "a spec has no 'xxx"),
     "deep.toml": ("plan", b"a = " + b"[" * 100_000, "its values are nested too deep"),
 }
@@ -331,7 +331,7 @@ def test_a_sparse_file_of_an_exbibyte_is_refused_at_once(tmp_path: Path, client:
             copying.restore(client, place, "w")
         with place.open("r+b") as file:
             file.truncate(1 << 60)
-        with pytest.raises(smb.InvalidArgumentError, match="an extent that is negative, or absurd"):
+        with pytest.raises(smb.InvalidArgumentError, match="each extent of shape"):
             copying.restore(client, place, "w")
         assert client.list() == []
     finally:
@@ -372,7 +372,7 @@ def test_a_table_that_another_client_put_into_metadata(client: smb.Client, tmp_p
         client.create("w", tensors={"\udcff": ((1,), "float32")})
     table: Any = {"smb.tensors": {"\udcff": {"dtype": "float32", "shape": [4], "offset": 0}}}
     client.create("w", 4, "float32", metadata=table)
-    with pytest.raises(smb.InvalidArgumentError, match="it has no tensors"):
+    with pytest.raises(smb.InvalidArgumentError, match="no named tensors"):
         copying.snapshot(client, "w", tmp_path / "w.safetensors")
     copying.snapshot(client, "w", tmp_path / "w.npy")
     client.create("v", tensors={"a": ((4,), "float32")}, metadata={"safetensors": {"a": [1], "b": "\udcff"}})

@@ -369,5 +369,5 @@ def test_the_warning_of_a_death_names_the_worker_and_the_training_once(
 
 @pytest.mark.parametrize("name", ["", "a\nb", "x" * 65])
 def test_a_label_is_short_and_printable(cluster: smb.LocalCluster, name: str) -> None:
-    with pytest.raises(smb.InvalidArgumentError, match="is no name"):
+    with pytest.raises(smb.InvalidArgumentError, match="name must have 1 to 64 printable characters"):
         smb.connect(cluster.address, name=name)

@@ -82,19 +82,19 @@ def test_what_is_stored_is_read_back_and_views_do_not_overlap(tensors: dict[str,
 @pytest.mark.parametrize(
     ("tensors", "told"),
     [
-        ({}, "no mapping of names to tensors, with at least one"),
-        ([((3,), "float32")], "no mapping"),
-        ({"": (3, "float32")}, "'' is no name"),
-        ({3: (3, "float32")}, "3 is no name"),
-        ({"a": (3, "float31")}, r"tensor 'a': there is no dtype 'float31' here; supported are float16"),
-        ({"a": np.zeros(3, ">f4")}, "no dtype '>f4'"),
-        ({"a": np.zeros(3, "U7")}, "no dtype"),
-        ({"a": ((3, -1), "float32")}, "is no shape"),
-        ({"a": ((1,) * 33, "float32")}, "is no shape"),
-        ({"a": ("xy", "float32")}, "is no shape"),
-        ({"a": (2.5, "float32")}, "is no shape"),
-        ({"a": 3.0}, r"3.0 is no array and no pair"),
-        ({"a": ((1 << 40, 1 << 40), "float32")}, "past the largest buffer's end"),
+        ({}, "must be a non-empty mapping of names to tensors"),
+        ([((3,), "float32")], "must be a non-empty mapping"),
+        ({"": (3, "float32")}, "a tensor's name must be a non-empty str, not ''"),
+        ({3: (3, "float32")}, "a tensor's name must be a non-empty str, not 3"),
+        ({"a": (3, "float31")}, r"tensor 'a': unsupported dtype 'float31'; supported are float16"),
+        ({"a": np.zeros(3, ">f4")}, "unsupported dtype '>f4'"),
+        ({"a": np.zeros(3, "U7")}, "unsupported dtype"),
+        ({"a": ((3, -1), "float32")}, "invalid shape"),
+        ({"a": ((1,) * 33, "float32")}, "invalid shape"),
+        ({"a": ("xy", "float32")}, "invalid shape"),
+        ({"a": (2.5, "float32")}, "invalid shape"),
+        ({"a": 3.0}, r"pass an array or a pair .*, not 3.0"),
+        ({"a": ((1 << 40, 1 << 40), "float32")}, "but a buffer has at most"),
     ],
 )
 def test_what_is_no_tensor_is_refused(tensors: Any, told: str) -> None:
@@ -156,5 +156,5 @@ def test_views_need_the_memory_of_such_a_buffer() -> None:
     """Another size, or memory with gaps, is refused: views of a copy would be of no use."""
     table = TensorTable.of({"a": (3, "float32")})
     for wrong in (np.zeros(4, np.float32), np.zeros(6, np.float32)[::2]):
-        with pytest.raises(errors.InvalidArgumentError, match="not contiguous"):
+        with pytest.raises(errors.InvalidArgumentError, match="must be contiguous"):
             table.views(wrong)

@@ -1,4 +1,4 @@
-"""The RDMA room: one-sided reads and writes, and requests by reference.
+"""The room of RDMA: one-sided reads and writes, and requests by reference.
 
 This transport uses the engine and what smb.transport offers to every transport. smb.transport.choose imports it for a
 client. Its other half, in a memory server, is memserver/rdma_target.py, which the daemon imports. It needs pyverbs,

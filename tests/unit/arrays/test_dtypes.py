@@ -48,6 +48,6 @@ def test_names_of_two_meanings_are_refused(given: str) -> None:
     """torch's float is float32, numpy's float64; the message names both."""
     with pytest.raises(InvalidArgumentError, match=f"pass {given}32 or {given}64"):
         dtype_of(given)
-    with pytest.raises(InvalidArgumentError, match=f"'a': dtype '{given}' .*say {given}32"):
+    with pytest.raises(InvalidArgumentError, match=f"'a': dtype '{given}' .*pass {given}32"):
         TensorTable.of({"a": (3, given)})
     assert dtype_of(f"{given}32").itemsize == 4

@@ -163,9 +163,9 @@ def test_out_must_be_writable_and_fit() -> None:
         (frozen, "read-only"),
         (memoryview(frozen), "read-only"),
         (np.zeros(4, np.float32), "has 4 elements but 3"),
-        (torch.zeros(2), "has 2 elements, but 3"),
-        ([0.0, 0.0, 0.0], "a list has no memory"),
-        (None, "has no memory"),
+        (torch.zeros(2), "has 2 elements but 3"),
+        ([0.0, 0.0, 0.0], "a list does not give access to its memory"),
+        (None, "does not give access to its memory"),
     ):
         with pytest.raises(InvalidArgumentError, match=told):
             writable(given, FLOAT32, 3)
