@@ -1,4 +1,4 @@
-"""The list of buffers as directories: asked of the coordinator, and kept for a moment."""
+"""The list of buffers as directories: requested from the coordinator, and cached for a moment."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from smb.errors import Error, NotFoundError
 from smb.files.formats import FileView, forms_of, may_be_empty, path_in, view_of
 from smb.files.names import Form, is_long, is_private, name_of, path_of
 
-FRESH_S = 1.0  # how long other clients' buffers may go unseen, and gone ones be shown; what is opened is asked for anew
-# Missing names and listings of directories are asked for anew, unless that would keep the coordinator busy.
+FRESH_S = 1.0  # how long new buffers of other clients may stay unseen, and deleted ones be listed; open() always asks
+# Missing names and directory listings are requested again, unless that would keep the coordinator busy.
 _CHEAP_S = 0.05
 _MISSES_COST = 10
 _SERVERS_FRESH_S = 1.0
@@ -23,7 +23,7 @@ _SERVERS_FRESH_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """All buffers by path, and every directory above one."""
+    """All buffers by path, and every directory above a buffer."""
 
     infos: Mapping[str, BufferInfo] = field(default_factory=dict)
     folders: frozenset[str] = frozenset()
@@ -42,7 +42,7 @@ class Listing:
 class Catalogue:
     """A client's view of buffers by their paths. Thread-safe; no lock is held while the coordinator is asked.
 
-    A change made here (added, removed, renamed) is in every later listing: also in one that was asked for before the
+    A change made here (add, remove, rename) is in every later listing, also in one that was requested before the
     change.
     """
 
@@ -52,13 +52,15 @@ class Catalogue:
         self._listing = Listing()
         self._read_at = float("-inf")
         self._cost = 0.0
-        self._pending: list[list[dict[str, BufferInfo | None]]] = []  # of each listing under way: what changed since
-        self._buffers: dict[int, Buffer] = {}  # one handle for each buffer: its paths to the servers are found once
+        # for each listing in progress: the changes since it was requested
+        self._pending: list[list[dict[str, BufferInfo | None]]] = []
+        # one handle for each buffer, so that its paths to the servers are found once
+        self._buffers: dict[int, Buffer] = {}
         self._space: tuple[float, int, int] = (float("-inf"), 0, 0)
 
     def listing(self, *, missed: bool = False) -> Listing:
-        """Return what there is, up to FRESH_S old. With `missed`, now: something is wanted that the last one
-        did not have.
+        """Return the listing, at most FRESH_S old. With `missed` it is requested now: the last one lacked a wanted
+        path.
         """
         with self._lock:
             age = time.monotonic() - self._read_at
@@ -87,38 +89,40 @@ class Catalogue:
             return self._listing
 
     def _end(self, changes: list[dict[str, BufferInfo | None]]) -> None:
-        self._pending = [others for others in self._pending if others is not changes]  # two of them may be equal
+        # identity, not equality: two of them may be equal
+        self._pending = [others for others in self._pending if others is not changes]
 
     def _path(self, info: BufferInfo) -> str:
-        """Return the path of a buffer that was listed: of one with a digest for a name its metadata says it."""
+        """Return the path of a listed buffer. If its name is a digest, its metadata has the path."""
         if not is_long(info.name):
             return path_of(info.name)
         try:
             path = path_in(self.known(info).metadata)
             return path if path is not None and name_of(path) == info.name else info.name
-        except (Error, OSError):  # it is gone by now, or was put there by another program
+        except (Error, OSError):  # the buffer is gone by now, or another program created it
             return info.name
 
     def add(self, path: str, buffer: Buffer) -> None:
-        """Take note of a buffer that was made here."""
+        """Note a buffer that was created here."""
         with self._lock:
             self._buffers[buffer.info.id] = buffer
             self._show({path: buffer.info})
 
     def remove(self, path: str) -> None:
-        """Take note of a buffer that was deleted here."""
+        """Note a buffer that was deleted here."""
         with self._lock:
             self._show({path: None})
 
     def rename(self, infos: Mapping[str, tuple[str, BufferInfo]]) -> None:
-        """Take note of buffers that were renamed here: of each old path the new one, and what was there."""
+        """Note buffers that were renamed here: by old path, the new path and the description."""
         with self._lock:
             self._show(dict.fromkeys(infos))
             self._show({path: replace(info, name=name_of(path)) for path, info in infos.values()})
 
     def open(self, path: str) -> Buffer:
-        """Return the buffer of that path as the coordinator has it now. Raises NotFoundError: then the listing lacks
-        it, too, for the kernel, which looks again.
+        """Return the buffer that the coordinator has at that path now.
+
+        Raises NotFoundError. The listing lacks the buffer then, too, since the kernel looks again.
         """
         name = name_of(path)
         try:
@@ -137,14 +141,14 @@ class Catalogue:
         return buffer
 
     def is_current(self, path: str, buffer_id: int) -> bool:
-        """Whether the buffer of that path is, by now, that one."""
+        """Return True if the buffer at that path is still this one."""
         try:
             return self.open(path).info.id == buffer_id
         except NotFoundError:
             return False
 
     def known(self, info: BufferInfo) -> Buffer:
-        """Return a handle of a buffer that was listed. Raises NotFoundError."""
+        """Return a handle of a listed buffer. Raises NotFoundError."""
         with self._lock:
             known = self._buffers.get(info.id)
         if known is not None:
@@ -159,15 +163,17 @@ class Catalogue:
         return forms_of(info.dtype, info.shape, table or None)
 
     def view(self, info: BufferInfo, form: Form) -> FileView | None:
-        """Return a buffer's bytes in a form; None if it has none. Raises NotFoundError."""
+        """Return a buffer's bytes in a form; None if the buffer does not have that form. Raises NotFoundError."""
         if form is not Form.SAFETENSORS and not may_be_empty(info.dtype, info.shape):
             return view_of(form, info.dtype, info.shape, None, {})
         buffer = self.known(info)
         return view_of(form, info.dtype, info.shape, buffer.table, buffer.metadata)
 
     def space(self) -> tuple[int, int]:
-        """Return (capacity, free) of all memory servers that may live, in bytes. One that the coordinator has not heard
-        of yet, as it was just started, counts with what it had: not knowing is not a lack of room.
+        """Return (capacity, free) of all memory servers that may be alive, in bytes.
+
+        A server that the coordinator has not heard of yet, e.g. after the coordinator's restart, counts with its last
+        known numbers.
         """
         read_at, capacity, free = self._space
         if time.monotonic() - read_at > _SERVERS_FRESH_S:
@@ -187,7 +193,7 @@ class Catalogue:
 
 
 def _change(infos: dict[str, BufferInfo], change: Mapping[str, BufferInfo | None]) -> None:
-    """Apply what became of some paths: a buffer, or None for no more."""
+    """Apply changes of some paths: a buffer, or None for a path that is gone."""
     for path, info in change.items():
         if info is None:
             infos.pop(path, None)

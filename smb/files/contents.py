@@ -1,4 +1,6 @@
-"""Where an open file's bytes are: in the memory servers, or in a copy of one version (or staged: staged_file.py)."""
+"""Where an open file's bytes are: in the memory servers, or in a copy of one version. For staged files see
+staged_file.py.
+"""
 
 from __future__ import annotations
 
@@ -18,28 +20,28 @@ _PIN_S = 30.0
 
 
 class Reads(Protocol):
-    """The source that bytes are copied from."""
+    """The source from which bytes are copied."""
 
     nbytes: int
 
     def read_into(self, offset: int, out: Octets) -> int:
-        """Fill `out` from a byte on; return how much of it, less at the end."""
+        """Fill `out` from a byte on; return how much was filled, which is less at the end."""
         ...
 
 
 class BufferBytes:
     """A buffer's elements as bytes. Offsets and lengths need not be whole elements.
 
-    Whole elements move without a copy in between. If an end of a range cuts an element, that element is read, and for a
-    write changed and written back. Others' changes meanwhile to the *other* bytes of that one element are lost. Nothing
-    else is touched.
+    Whole elements are transferred without a copy. If an end of a range cuts an element, that element is read, and for a
+    write changed and written back. Changes that others make in the meantime to the *other* bytes of that one element
+    are lost. Nothing else is touched.
     """
 
     def __init__(self, buffer: Buffer) -> None:
         self.buffer = buffer
         self._dtype = buffer.dtype
         self._itemsize = buffer.dtype.itemsize
-        self._exact: dict[str, Any] = {} if buffer.wire == "exact" else {"wire": "exact"}  # files are exact
+        self._exact: dict[str, Any] = {} if buffer.wire == "exact" else {"wire": "exact"}  # files are never rounded
 
     def read_into(self, start: int, out: Octets) -> None:
         """Fill `out` with the bytes from `start` on."""
@@ -69,13 +71,13 @@ class BufferBytes:
                 self.buffer.write(element.view(self._dtype), (start + first) // itemsize, **self._exact)
 
     def _element(self, at: int) -> tuple[Octets, int]:
-        """Return the bytes of the element at a byte, and where in it that byte is."""
+        """Return the bytes of the element that contains byte `at`, and the position of that byte in it."""
         element = np.empty(1, self._dtype)
         self.buffer.read(at // self._itemsize, 1, out=element, **self._exact)
         return element.view(np.uint8), at % self._itemsize
 
     def _cut(self, start: int, count: int) -> list[tuple[int, int, bool]]:
-        """Return the range as (from, to, whether these are whole elements)."""
+        """Return the range in parts, as (from, to, True if these are whole elements)."""
         itemsize = self._itemsize
         head = min(-start % itemsize, count)
         tail = max(head, count - (start + count) % itemsize)
@@ -84,7 +86,7 @@ class BufferBytes:
 
 
 class Live:
-    """The buffer as it is: reads and writes are done at its servers, and done when they return."""
+    """The buffer itself: reads and writes go to its servers, and are done when they return."""
 
     def __init__(self, buffer: Buffer, view: FileView) -> None:
         self.buffer = buffer
@@ -95,7 +97,7 @@ class Live:
         self._plain = only is not None and only.start == 0
 
     def read_into(self, offset: int, out: Octets) -> int:
-        """Fill `out` from a byte of the file on; return how much of it, less at the file's end."""
+        """Fill `out` from a byte of the file on; return how much was filled, which is less at the file's end."""
         length = max(0, min(out.size, self.nbytes - offset))
         if self._plain:
             if length:
@@ -109,7 +111,7 @@ class Live:
         return length
 
     def write(self, offset: int, data: Octets) -> None:
-        """Replace bytes of the file, all inside it. A header takes what it is already, EINVAL for anything else."""
+        """Replace bytes inside the file. A header accepts only the bytes that it has already; EINVAL for others."""
         if self._plain:
             self._bytes.write(offset, data)
             return
@@ -117,14 +119,15 @@ class Live:
         for first, last, extent, inside in parts:
             if extent.header and extent.header[inside : inside + last - first] != data[first:last].tobytes():
                 raise refuse(
-                    errno.EINVAL, f"the header of buffer {self.buffer.name!r} says its dtype and shape, which stay"
+                    errno.EINVAL,
+                    f"the header of buffer {self.buffer.name!r} gives its dtype and shape, which cannot change",
                 )
         for first, last, extent, inside in parts:
             if not extent.header:
                 self._bytes.write(extent.start + inside, data[first:last])
 
     def takes(self, source: Reads) -> bool:
-        """Whether the file can be replaced by these bytes: as many, with the header that it has."""
+        """Return True if these bytes can replace the file's: same length, same header."""
         for extent in self._view.extents:
             header = np.empty(len(extent.header), np.uint8)
             if source.nbytes != self.nbytes or source.read_into(extent.at, header) != header.size:
@@ -134,7 +137,7 @@ class Live:
         return source.nbytes == self.nbytes
 
     def publish(self, source: Reads) -> None:
-        """Make bytes that it takes the next version of a buffer with two."""
+        """Publish bytes that `takes` accepts as the next version of the buffer."""
         values = np.zeros(self.buffer.nbytes, np.uint8)
         for extent in self._view.extents:
             if not extent.header:
@@ -143,10 +146,10 @@ class Live:
 
 
 class Frozen:
-    """One version of a buffer, copied when the first file on it was opened: it never changes."""
+    """One version of a buffer, copied when the first file on it is opened. It never changes."""
 
     def __init__(self, buffer: Buffer, version: int | None, *, or_zeros: bool = False) -> None:
-        """`or_zeros`: before the first publication, which is to write what is made of it."""
+        """`or_zeros` allows a buffer without a publication, as zeros: the caller is about to write the first one."""
         self.buffer = buffer
         if or_zeros and buffer.version == 0:
             self.version, self.memory = 0, np.zeros(buffer.nbytes, np.uint8)
@@ -156,7 +159,7 @@ class Frozen:
 
 class FrozenFile:
     def __init__(self, frozen: Frozen, view: FileView, *, by_version: bool = False) -> None:
-        """`by_version`: its path says the version, so all that open that path read the same."""
+        """`by_version`: the path names the version, so all openings of that path read the same."""
         self.buffer = frozen.buffer
         self.by_version = by_version
         self.nbytes = view.nbytes
@@ -172,17 +175,18 @@ class FrozenFile:
 
 
 def _copied(buffer: Buffer, version: int | None) -> tuple[int, Octets]:
-    """Return (number, bytes) of a version, by default the latest. OSError ENOENT if that is not published now."""
+    """Return (number, bytes) of a version, by default the latest. OSError ENOENT if that version is not the latest."""
     memory = np.empty(buffer.nbytes, np.uint8)
     for _ in range(_SNAPSHOT_TRIES):
         with buffer.pin(ttl=_PIN_S) as pin:
             if version is not None and pin.version != version:
                 raise refuse(
-                    errno.ENOENT, f"version {version} of buffer {buffer.name!r} is not the one published: {pin.version}"
+                    errno.ENOENT,
+                    f"version {version} of buffer {buffer.name!r} is not the published one, which is {pin.version}",
                 )
             try:
                 pin.read(out=memory.view(buffer.dtype), wire="exact")
-            except LockLostError:  # it took longer than a pin lasts
+            except LockLostError:  # the copy took longer than a pin lasts
                 continue
             return pin.version, memory
     raise refuse(errno.ESTALE, f"buffer {buffer.name!r} is published faster than it can be copied; publish less often")

@@ -1,10 +1,10 @@
-"""Snapshots, and copies between buffers, files and clusters: bytes that stream from all servers at once.
+"""Snapshots, and copies between buffers, files and clusters, streamed from all servers at once.
 
-A snapshot is taken from what does not change: a published version that is pinned, or a copy that the servers make
-among themselves (no bytes travel) and that is deleted at the end. If they can't make one, the snapshot reads the buffer
-itself, and begins anew after an interruption: no room, a drained server, a reader's certificate. Beside
-FILE lies FILE.crc32c: the CRC-32C of each block, from which an interrupted snapshot goes on and by which restore checks
-what it reads. A restore that is under way has its own (checksums.py).
+A snapshot reads data that does not change: a pinned version, or a copy that the servers make among themselves (without
+a transfer to this process) and that is deleted at the end. If they cannot make a copy (no room, a drained server, a
+reader's certificate), the snapshot reads the buffer itself, and starts again after an interruption. Beside FILE lies
+FILE.crc32c with the CRC-32C of each block: an interrupted snapshot continues from it, and restore checks what it reads
+against it. A restore in progress has a progress file of its own (checksums.py).
 """
 
 from __future__ import annotations
@@ -45,36 +45,42 @@ from smb.files.temporary_names import create, private_name, sweep
 from smb.spi import LOST, crc32c
 
 _PIN_S = 30.0
-# The servers can't copy a buffer. Another server may have room; readers make no buffers.
+# The servers cannot copy a buffer. Another server may have room; a reader's certificate cannot create buffers.
 _NO_COPY = (InvalidArgumentError, OutOfMemoryError, PermissionDeniedError, UnavailableError)
 
 _log = logging.getLogger("smb")
 
-Progress = Callable[[int, int], None]  # (bytes done, of)
+Progress = Callable[[int, int], None]  # (bytes done, bytes in all)
 
 
 def sums_path(path: Path) -> Path:
-    """Return where a file's checksums are."""
+    """Return the path of a file's checksums."""
     return path.with_name(path.name + ".crc32c")
 
 
 def snapshot(client: Client, name: str, path: Path, *, lock: bool = False, progress: Progress = lambda *_: None) -> int:
-    """Write a buffer into a file, as .npy, .safetensors or bytes by the file's name; return its version, 0 without.
+    """Write a buffer into a file, as .npy, .safetensors or bytes by the file's name; return its version, 0 if it has
+    none.
 
-    Of a buffer with versions=2 it is the version published last, whole; publishers may have to wait for it, up to 30 s,
-    and Error if it takes longer and is overwritten. Of any other it is a copy made by the servers while all others
-    go on: each chunk is whole, and all are as they were at some time while that copy was made, at the memory's speed;
-    with `lock`, under the buffer's lock, it is one moment for those who change it under that lock. The copy needs as
-    much memory as the buffer. If it can't be made, the buffer is read instead, with a warning: then chunks are as they
-    were at some time while the file was written, and the lock is held for so long. FILE appears whole at the end.
-    Called again after it was interrupted it goes on where it stopped, if the copy or the version is still there, else
-    it begins anew. Raises Error and OSError.
+    A buffer with versions=2 is written as its latest version, whole. Publishers may have to wait for the snapshot, up
+    to 30 s; Error if it takes longer and the version is overwritten.
+
+    Any other buffer is copied by the servers first, while other clients continue. Each chunk is whole, and has its
+    state of some time during that copy, which runs at the memory's speed. With `lock`, under the buffer's lock, the
+    snapshot is one moment for clients that change the buffer under that lock. The copy needs as much memory as the
+    buffer. If it cannot be made, the buffer itself is read, with a warning: chunks then have their states of some time
+    while the file was written, and the lock is held for so long.
+
+    FILE appears as a whole at the end. A call after an interruption continues where the first one stopped, if the copy
+    or the version still exists; otherwise it starts again. Raises Error and OSError.
     """
     buffer = client.open(name)
     form = next((form for form in (Form.NPY, Form.SAFETENSORS) if path.name.endswith(form.value)), Form.RAW)
     view = view_of(form, buffer.dtype, buffer.shape, buffer.table or None, buffer.metadata)
     if view is None:
-        raise InvalidArgumentError(f"snapshot of {name!r} into {path.name}: it has no tensors; write a .npy, or bytes")
+        raise InvalidArgumentError(
+            f"snapshot of {name!r} into {path.name}: the buffer has no named tensors; write a .npy file, or plain bytes"
+        )
     part = path.with_name(path.name + ".part")
     if buffer.versions > 1:
         with buffer.pin(ttl=_PIN_S) as pin:
@@ -87,10 +93,10 @@ def snapshot(client: Client, name: str, path: Path, *, lock: bool = False, progr
     except _NO_COPY as error:
         if error.outcome != NOT_APPLIED:
             raise
-        _log.warning("snapshot of %r: the servers make no copy of it, so it is read as it is (%s)", name, error)
+        _log.warning("snapshot of %r: the servers cannot copy it, so it is read while it may change (%s)", name, error)
         _read_into_file(buffer, view, part, path, progress, lock=lock)
         return 0
-    # By the copy's id: one that was deleted, and made anew, has the same name and another moment in it.
+    # The key is the copy's id: a copy that was deleted and made again has the same name, but another moment's data.
     _into_file(Live(copy, view), f"{copy.info.id:x}{form.value}", part, path, progress)
     sweep(client, copy)
     return 0
@@ -100,24 +106,24 @@ def restore(
     client: Client, path: Path, name: str, *, replace: bool = False, replicas: int | None = None,
     progress: Progress = lambda *_: None,
 ) -> Buffer:  # fmt: skip
-    """Make a buffer of a file: an array of a .npy, named tensors of a .safetensors, else bytes; return it.
+    """Make a buffer from a file: an array from .npy, named tensors from .safetensors, else bytes; return the buffer.
 
-    It has its name once all is in it; with `replace` it takes the place of another one in the same step, and has as
-    many copies as that, unless `replicas` says (else 1). If there is a FILE.crc32c, the bytes read are checked against
-    it. Raises AlreadyExistsError, OutOfMemoryError, Error for a wrong checksum; nothing is left behind then. Called
-    again after an interruption (a signal, servers away) it goes on where it stopped, if the file is unchanged. It
-    starts anew if FILE's directory takes no files.
+    The buffer gets its name when all data is in it. With `replace` it takes the place of an existing buffer in the same
+    step, and has as many copies as that one, unless `replicas` is given (default 1). If there is a FILE.crc32c, the
+    data is checked against it. Raises AlreadyExistsError, OutOfMemoryError, Error for a wrong checksum; nothing is left
+    behind then. A call after an interruption (a signal, servers away) continues where the first one stopped, if the
+    file is unchanged. It starts again if FILE's directory cannot be written to.
     """
     with LocalFile(path) as source:
         sums = _sums_beside(path)
         if sums is not None and (sums.nbytes, len(sums.blocks)) != (source.nbytes, _count(source)):
             raise Error(
-                f"restore of {path}: it has {source.nbytes} bytes, but {sums_path(path).name} is of {sums.nbytes}, "
-                f"with {len(sums.blocks)} checksums"
+                f"restore of {path}: the file has {source.nbytes} bytes, but {sums_path(path).name} is for "
+                f"{sums.nbytes}, with {len(sums.blocks)} checksums"
             )
         spec = _spec(path.name, name, source)
         checked = source if sums is None else _Checked(source, sums.blocks, str(path))
-        # With the host: the same path is another file on another one, whose restore may be under way.
+        # With the host: the same path on another host is another file, whose restore may be in progress.
         with state_of(path, f"{socket.gethostname()} {client.address} {name}") as state:
             if state is None:
                 return _into_buffer(client, checked, spec, name, replace, replicas, progress)
@@ -128,11 +134,11 @@ def copy_buffer(
     source: Client, name: str, target: Client, new_name: str, *, replace: bool = False, replicas: int | None = None,
     progress: Progress = lambda *_: None,
 ) -> Buffer:  # fmt: skip
-    """Copy a buffer under another name, with its dtype, shape, tensors and metadata; return the new one. It has
-    `replicas` copies; by default as many as the buffer, or as the one that it replaces if that has more.
+    """Copy a buffer under another name, with its dtype, shape, tensors and metadata; return the new buffer.
 
-    Within a cluster the servers do it, if they can; else its bytes travel through this process. Each chunk is whole; a
-    buffer with versions=2 is copied as the version published last. Raises as restore does.
+    The copy has `replicas` copies; by default as many as the buffer, or as the buffer that it replaces if that has
+    more. Within a cluster the servers do the copying if they can; otherwise the bytes pass through this process. Each
+    chunk is whole; a buffer with versions=2 is copied as its latest version. Raises as restore does.
     """
     buffer = source.open(name)
     view = view_of(Form.RAW, buffer.dtype, buffer.shape, None, {})
@@ -145,7 +151,9 @@ def copy_buffer(
         except _NO_COPY as error:
             if error.outcome != NOT_APPLIED:
                 raise
-            _log.info("copy of %r: the servers make none, so its bytes travel through here (%s)", name, error)
+            _log.info(
+                "copy of %r: the servers cannot copy it, so its bytes pass through this process (%s)", name, error
+            )
         else:
             return _named(target, made, new_name, replace)
     spec = FileSpec(new_name, view, buffer.dtype.name, buffer.shape, metadata=buffer.metadata)
@@ -155,16 +163,16 @@ def copy_buffer(
         return _into_buffer(target, _Pinned(pin, buffer, view), spec, new_name, replace, replicas, progress, least)
 
 
-# ---- what is read
+# ---- sources
 
 
 class LocalFile:
-    """A file of this host, to be read."""
+    """A file of this host, open for reading."""
 
     def __init__(self, path: Path) -> None:
         """Raises OSError, and InvalidArgumentError for a pipe, a socket or a device."""
         self._file = os.fdopen(open_regular(path), "rb", buffering=0)
-        self.nbytes = os.fstat(self._file.fileno()).st_size  # another file may be at the path by now
+        self.nbytes = os.fstat(self._file.fileno()).st_size  # of the open file: another file may be at the path by now
 
     def read_into(self, offset: int, out: Octets) -> int:
         return os.preadv(self._file.fileno(), [out.data], offset)
@@ -197,7 +205,7 @@ class _Pinned:
 
 
 class _Checked:
-    """A file whose blocks are known by their checksums."""
+    """A file whose blocks have known checksums."""
 
     def __init__(self, source: Reads, blocks: list[int], what: str) -> None:
         self.nbytes = source.nbytes
@@ -206,11 +214,11 @@ class _Checked:
     def read_into(self, offset: int, out: Octets) -> int:
         count = self._source.read_into(offset, out)
         if crc32c(out.data) != self._blocks[offset // BLOCK_BYTES]:
-            raise Error(f"{self._what}: the bytes from {offset} on are not those that were written (CRC-32C)")
+            raise Error(f"{self._what}: the bytes from {offset} on differ from those that were written (wrong CRC-32C)")
         return count
 
 
-# ---- what is done
+# ---- steps
 
 
 def _sums_beside(path: Path) -> Sums | None:
@@ -227,7 +235,7 @@ def _count(source: Reads) -> int:
 
 
 def _blocks(source: Reads, first: int = 0) -> Iterator[tuple[int, Octets]]:
-    """Give (offset, bytes) of each block from block `first` on; the next is read while one is used."""
+    """Yield (offset, bytes) of each block from block `first` on; the next block is read while one is used."""
     memory = [np.empty(min(BLOCK_BYTES, source.nbytes), np.uint8) for _ in range(2)]
 
     def read(offset: int) -> tuple[int, Octets]:
@@ -248,8 +256,9 @@ def _blocks(source: Reads, first: int = 0) -> Iterator[tuple[int, Octets]]:
 
 
 def _read_into_file(buffer: Buffer, view: FileView, part: Path, path: Path, progress: Progress, *, lock: bool) -> None:
-    """Write a buffer that goes on changing into a file, under its lock if that is wanted."""
-    what = secrets.token_hex()  # of no other snapshot: blocks of different times are no state of the buffer
+    """Write a buffer that keeps changing into a file; with `lock`, under the buffer's lock."""
+    # unique, so that no other snapshot continues this one: blocks of different times are not a state of the buffer
+    what = secrets.token_hex()
     if not lock:
         _into_file(Live(buffer, view), what, part, path, progress)
         return
@@ -258,16 +267,16 @@ def _read_into_file(buffer: Buffer, view: FileView, part: Path, path: Path, prog
             _into_file(Live(buffer, view), what, part, path, progress, check=held.check)
     except PermissionDeniedError as error:
         raise PermissionDeniedError(
-            f"snapshot of {buffer.name!r} under its lock: who may not change it can't take that; use a certificate of "
-            f"role client, or leave the lock out ({error})"
+            f"snapshot of {buffer.name!r}: only clients that may change a buffer can take its lock; use a certificate "
+            f"of role client, or do not use the lock ({error})"
         ) from error
 
 
 def _into_file(
     source: Reads, what: str, part: Path, path: Path, progress: Progress, *, check: Callable[[], None] = lambda: None
 ) -> None:
-    """Write a source into `part`, going on after the blocks that are there and right, then call it `path`, unless
-    `check` raises.
+    """Write a source into `part`, continuing after the valid blocks there; then rename it to `path`, unless `check`
+    raises.
     """
     sums = Sums(what, source.nbytes, _blocks_there(part, what, source.nbytes))
     with _own(part, anew=not sums.blocks) as file, _own(sums_path(part), anew=True) as checksums:
@@ -289,8 +298,10 @@ def _into_file(
 
 
 def _own(path: Path, *, anew: bool) -> IO[bytes]:
-    """Open a file of this user's to be written. With `anew` it is another one than what had its name: others can guess
-    that, and may have put a link there, or a file of theirs. Raises OSError.
+    """Open a file of this user's for writing.
+
+    With `anew`, an existing file of that name is removed first: other users can guess the name, and may have put a link
+    or a file of theirs there. Raises OSError.
     """
     if not anew:
         return os.fdopen(os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC), "r+b")
@@ -299,13 +310,13 @@ def _own(path: Path, *, anew: bool) -> IO[bytes]:
 
 
 def _is_own(path: Path) -> bool:
-    """Whether it is a regular file of this user's with one name."""
+    """Return True for a regular file of this user's with one name."""
     found = path.lstat()
     return stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and found.st_nlink == 1
 
 
 def _blocks_there(part: Path, what: str, nbytes: int) -> list[int]:
-    """Return the checksums of the blocks that an interrupted snapshot of the same source has left, as far as right."""
+    """Return the checksums of the valid blocks that an interrupted snapshot of the same source has left."""
     try:
         if not _is_own(part) or not _is_own(sums_path(part)):
             return []
@@ -323,8 +334,8 @@ def _blocks_there(part: Path, what: str, nbytes: int) -> list[int]:
 
 
 def _still(client: Client, buffer: Buffer, part: Path, *, lock: bool) -> Buffer:
-    """Return a copy of the buffer that nobody changes: that of the snapshot that was interrupted, or a new one."""
-    # With the host: the same path is another file on another one, whose snapshot may be under way.
+    """Return a copy of the buffer that nobody changes: that of an interrupted snapshot, or a new one."""
+    # With the host: the same path on another host is another file, whose snapshot may be in progress.
     asked = f"{socket.gethostname()} {buffer.info.id:x} {part.absolute()}"
     name = private_name(buffer.name, f"snapshot-{hashlib.sha256(asked.encode()).hexdigest()[:24]}")
     if part.exists():
@@ -340,7 +351,7 @@ def _still(client: Client, buffer: Buffer, part: Path, *, lock: bool) -> Buffer:
 
 
 def _beside(client: Client, buffer: Buffer, name: str, replicas: int) -> Buffer:
-    """Have the servers copy a buffer."""
+    """Let the servers copy a buffer."""
     making = f"{name}-making"
     client.delete(making, missing_ok=True)
     copy = client.create(making, like=buffer, replicas=replicas, metadata=buffer.metadata or None)
@@ -364,7 +375,7 @@ def _spec(file_name: str, name: str, source: Reads) -> FileSpec:
 
 @contextmanager
 def _made(client: Client, spec: FileSpec, wanted: str, copies: int, asked: int | None) -> Iterator[Buffer]:
-    """Give a new buffer without a name that people see; delete it where the block fails."""
+    """Yield a new buffer under a private name; delete it if the block fails."""
     private = private_name(wanted)
     with _explains_replicas(copies, asked):
         buffer = create(client, private, spec, copies)
@@ -392,12 +403,12 @@ def _restored(
     client: Client, source: Reads, spec: FileSpec, name: str, replace: bool, replicas: int | None, progress: Progress,
     state: RestoreProgress,
 ) -> Buffer:  # fmt: skip
-    """Make a buffer of a file, going on where the one before was interrupted."""
+    """Make a buffer from a file, continuing an interrupted restore."""
     private = private_name(name, f"restore-{state.key}")
     sums, buffer = state.sums(), _open(client, private)
     if buffer is None and sums is not None:
-        # A kill between the last two steps: the buffer has its name already. It may have changed since, so who wants it
-        # replaced has it made again.
+        # A kill between the last two steps: the buffer has its name already. It may have changed since then, so with
+        # `replace` it is made again.
         named = _open(client, name) if not replace and len(sums.blocks) == _count(source) else None
         if named is not None and sums.source == state.tag(named, spec) and _still_matches(source, sums):
             state.end()
@@ -422,7 +433,7 @@ def _restored(
             progress(offset + data.size, source.nbytes)
         client.rename(buffer, name, replace=replace)
     except BaseException as error:
-        # To be called again; but what a server has lost stays lost.
+        # A later call continues from here; but memory that a server has lost stays lost.
         if not isinstance(error, (KeyboardInterrupt, UnavailableError, DeadlineError)) or LOST in str(error):
             left = _open(client, private)
             if left is not None and (buffer is None or left.info.id == buffer.info.id):  # not another host's
@@ -434,7 +445,7 @@ def _restored(
 
 
 def _still_matches(source: Reads, sums: Sums) -> bool:
-    """Whether a file still begins with the blocks that were taken from it."""
+    """Return True if the file still begins with the blocks that were restored from it."""
     data = np.empty(min(BLOCK_BYTES, source.nbytes), np.uint8)
     for index, block in enumerate(sums.blocks):
         part = data[: max(0, source.nbytes - index * BLOCK_BYTES)]
@@ -462,20 +473,22 @@ def _named(client: Client, made: Buffer, name: str, replace: bool) -> Buffer:
 
 @contextmanager
 def _explains_replicas(copies: int, asked: int | None) -> Iterator[None]:
-    """Where there is no place for a second copy that nobody asked for, say so."""
+    """Explain an error about a second copy that the caller did not ask for."""
     try:
         yield
     except (UnavailableError, OutOfMemoryError) as error:
         if copies == 1 or asked is not None:
             raise
-        hint = "it has two copies as what it is made of, or replaces; one is enough with --replicas 1, replicas=1"
+        hint = (
+            "the new buffer has two copies, as its source or predecessor; for one copy pass --replicas 1 (replicas=1)"
+        )
         raise type(error)(f"{error}; {hint}", outcome=error.outcome) from error
 
 
 def _copies(client: Client, name: str, replace: bool, replicas: int | None, least: int = 1) -> int:
-    """Return how many copies a new buffer has: `replicas`, else `least`, or as many as the one that it replaces.
+    """Return how many copies a new buffer has: `replicas`, else `least`, or as many as the buffer that it replaces.
 
-    Refuses before anything is copied; the rename at the end is what counts.
+    Raises AlreadyExistsError before anything is copied; the rename at the end decides in any case.
     """
     there = _open(client, name)
     if there is None or replace:

@@ -1,4 +1,4 @@
-"""smb's errors as the operating system's: the number that fits best, the message unchanged."""
+"""Translates smb's errors into OSError: the best matching number, with the same message."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from smb import errors
 
-# The first that fits; subclasses come before smb.Error itself.
+# The first match counts; subclasses come before smb.Error itself.
 _NUMBERS: tuple[tuple[type[errors.Error], int], ...] = (
     (errors.NotFoundError, errno.ENOENT),
     (errors.AlreadyExistsError, errno.EEXIST),
@@ -23,19 +23,20 @@ _NUMBERS: tuple[tuple[type[errors.Error], int], ...] = (
 
 
 def errno_of(error: errors.Error) -> int:
-    """Return the errno that stands for the error's class."""
+    """Return the errno for the error's class."""
     return next(number for kind, number in _NUMBERS if isinstance(error, kind))
 
 
 def os_error(error: errors.Error, *, gone: int) -> OSError:
-    """Return the OSError that stands for an error of smb's, `gone` for a buffer that is not there."""
+    """Return the OSError for an error of smb. `gone` is the errno for a missing buffer."""
     return OSError(gone if isinstance(error, errors.NotFoundError) else errno_of(error), str(error))
 
 
 @contextmanager
 def as_os_errors(*, gone: int = errno.ENOENT) -> Iterator[None]:
-    """Turn smb's errors into OSError (FileNotFoundError and the like, by their errno). A buffer that is not there is
-    `gone`: ENOENT if a path is looked up, ESTALE if it was open already.
+    """Translate smb's errors into OSError (FileNotFoundError and the like, by their errno).
+
+    For a missing buffer the errno is `gone`: ENOENT if a path is looked up, ESTALE if the buffer was open already.
     """
     try:
         yield
@@ -44,5 +45,5 @@ def as_os_errors(*, gone: int = errno.ENOENT) -> Iterator[None]:
 
 
 def refuse(number: int, why: str) -> OSError:
-    """Return the OSError to be raised."""
+    """Return the OSError to raise."""
     return OSError(number, why)

@@ -1,8 +1,8 @@
-"""The bytes of a file: some of a buffer's own, and generated headers. Pure.
+"""The bytes of a file: ranges of a buffer, and generated headers. Pure.
 
-A view is exact, or there is none: a .npy or .safetensors file reads back as it was written, to the last byte. So such a
-file becomes a buffer of its dtype and shape only if its header equals the generated one. Files of numpy and of the
-safetensors library have that header; any other file is kept as bytes.
+A file reads back exactly as it was written, to the last byte. So a .npy or .safetensors file becomes a buffer of its
+dtype and shape only if its header equals the generated one. Files of numpy and of the safetensors library have that
+header; any other file is kept as bytes.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ from smb.safetensors import can_be_metadata, can_hold, parse_safetensors, safete
 from smb.spi import encode
 from smb.tensors import TensorTable
 
-_npy: Any = np.lib.format  # without types before numpy 2.3
+_npy: Any = np.lib.format  # has no types before numpy 2.3
 
-METADATA_KEY = "safetensors"  # of a buffer's metadata: __metadata__ of the file that it was made from
-FILES_KEY = "smb.files"  # of a buffer's metadata: what its file is beside its bytes
-EMPTY = {"nbytes": 0}  # there, of a file without a byte: no buffer can be that small
+METADATA_KEY = "safetensors"  # in a buffer's metadata: __metadata__ of the file that it was made from
+FILES_KEY = "smb.files"  # in a buffer's metadata: facts about its file that its bytes do not show
+EMPTY = {"nbytes": 0}  # the entry under FILES_KEY of an empty file, since a buffer has at least one byte
 _NPY_HEADER_BYTES_MAX = 10 + 0xFFFF
-# As numpy writes it, for kinds of numbers that a buffer can have. numpy's own reader evaluates the text as Python, with
-# the errors of the tokenizer and the parser; and it warns of some kinds, which is an error under `python -W error`.
+# The header as numpy writes it, for the kinds of numbers that a buffer can have. numpy's own reader evaluates the text
+# as Python, so it raises errors of the tokenizer and the parser, and warns of some kinds, which is an error under
+# `python -W error`.
 _NPY_HEADER = re.compile(
     rb"\{'descr': '(?P<descr>[<|][biuf]\d{1,2})', 'fortran_order': False, "
     rb"'shape': \((?P<shape>(?:\d{1,20}(?:, \d{1,20}){0,%d},?)?)\), \} *\n" % (DIMENSIONS_MAX - 1)
@@ -40,7 +41,9 @@ _NPY_HEADER = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class FileExtent:
-    """`length` bytes of a file from byte `at`: of the buffer from its byte `start`, or `header`."""
+    """`length` bytes of a file from byte `at` on: those of the buffer from its byte `start` on, or those of
+    `header`.
+    """
 
     at: int
     length: int
@@ -50,14 +53,15 @@ class FileExtent:
 
 @dataclass(frozen=True, slots=True)
 class FileView:
-    """A file's extents, in their order, without gaps."""
+    """A file's extents, in order and without gaps."""
 
     extents: tuple[FileExtent, ...]
     nbytes: int
 
     def parts(self, offset: int, length: int) -> Iterator[tuple[int, int, FileExtent, int]]:
-        """Give (from, to, extent, offset in the extent) for all of a range of the file, from and to counted from the
-        range's start. Bytes past the file's end are left out.
+        """Yield (from, to, extent, offset in the extent) for a range of the file.
+
+        `from` and `to` count from the range's start. Bytes past the file's end are left out.
         """
         end = min(offset + length, self.nbytes)
         for extent in self.extents:
@@ -68,7 +72,7 @@ class FileView:
 
 @dataclass(frozen=True, slots=True)
 class FileSpec:
-    """The buffer that a file becomes: dtype and shape, or tensors; where the file's bytes lie in it."""
+    """The buffer that a file becomes: dtype and shape, or tensors, and the location of the file's bytes in it."""
 
     name: str
     view: FileView
@@ -79,7 +83,7 @@ class FileSpec:
 
 
 def forms_of(dtype: np.dtype[Any], shape: tuple[int, ...], table: TensorTable | None) -> tuple[Form, ...]:
-    """Return the forms that are worth showing: plain bytes are shown as they are."""
+    """Return the forms to show. An array of plain bytes needs no .npy form."""
     if table:
         return (Form.RAW, Form.NPY, Form.SAFETENSORS) if can_hold(table) else (Form.RAW, Form.NPY)
     return (Form.RAW,) if dtype == np.uint8 and len(shape) == 1 else (Form.RAW, Form.NPY)
@@ -88,7 +92,7 @@ def forms_of(dtype: np.dtype[Any], shape: tuple[int, ...], table: TensorTable | 
 def view_of(
     form: Form, dtype: np.dtype[Any], shape: tuple[int, ...], table: TensorTable | None, metadata: Mapping[str, Any]
 ) -> FileView | None:
-    """Return the view of such a buffer in that form; None if it has none."""
+    """Return the view of such a buffer in that form; None if the buffer does not have that form."""
     nbytes = math.prod(shape) * dtype.itemsize
     if form is Form.RAW and may_be_empty(dtype, shape) and _of_file(metadata).items() >= EMPTY.items():
         return FileView((), 0)
@@ -104,13 +108,13 @@ def view_of(
 
 
 def path_in(metadata: Mapping[str, Any]) -> str | None:
-    """Return the path of a buffer whose name is a digest, as its metadata says it; None if it says none."""
+    """Return the path that the metadata of a buffer has whose name is a digest; None if there is none."""
     name = _of_file(metadata).get("name")
     return path_of(name) if isinstance(name, str) else None
 
 
 def named(spec: FileSpec) -> FileSpec:
-    """Return the spec with its path in the metadata where the name can't say it."""
+    """Return the spec, with its path in the metadata if the name cannot express it."""
     if not is_long(name_of(spec.name)):
         return spec
     entry = {**_of_file(spec.metadata), "name": escaped(spec.name)}
@@ -123,7 +127,7 @@ def _of_file(metadata: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def may_be_empty(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bool:
-    """Whether the buffer's metadata must be looked at, as it may stand for an empty file."""
+    """Return True if the metadata has to be checked: the buffer may stand for an empty file."""
     return shape == (1,) and dtype == np.uint8
 
 
@@ -135,8 +139,10 @@ def npy_header(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
 
 
 def spec_of(path: str, head: bytes, nbytes: int) -> FileSpec:
-    """Return what a new file of `nbytes` bytes, which begins with `head`, becomes: a typed buffer where that shows the
-    same bytes, else one of bytes under its whole name. `head` is at least header_bytes() long, or the whole file.
+    """Return the buffer that a new file of `nbytes` bytes becomes; `head` is its beginning.
+
+    That is a typed buffer if it shows the same bytes, else one of bytes under the file's whole name. `head` has at
+    least header_bytes() bytes, or the whole file.
     """
     if nbytes == 0:
         return FileSpec(path, FileView((), 0), shape=(1,), metadata={FILES_KEY: EMPTY})
@@ -151,12 +157,12 @@ def spec_of(path: str, head: bytes, nbytes: int) -> FileSpec:
 
 
 def plain_spec(path: str, nbytes: int) -> FileSpec:
-    """Return the buffer of bytes that a file of at least one becomes under its whole name."""
+    """Return the buffer of bytes that a non-empty file becomes under its whole name."""
     return FileSpec(path, _with_header(b"", [(0, nbytes)]), shape=(nbytes,))
 
 
 def header_bytes(head: bytes) -> int:
-    """Return how much of a file spec_of must see, given its first 16 bytes."""
+    """Return how many bytes of a file spec_of needs, given the first 16."""
     if head.startswith(b"\x93NUMPY"):
         return _NPY_HEADER_BYTES_MAX
     size = int.from_bytes(head[:8], "little")
@@ -174,7 +180,7 @@ def _npy_spec(name: str, head: bytes) -> FileSpec | None:
     shape = tuple(int(extent) for extent in re.findall(rb"\d+", found["shape"]))
     if dtype.name not in DTYPES or any(extent < 1 for extent in shape) or Form.NPY not in forms_of(dtype, shape, None):
         return None
-    # As the buffer has it: of another byte order the header is another one, and the file is kept as bytes.
+    # In the buffer's byte order: with another one the header differs, and the file is kept as bytes.
     view = view_of(Form.NPY, DTYPES[dtype.name].numpy, shape, None, {})
     return FileSpec(name, view, dtype.name, shape) if view is not None else None
 
@@ -187,14 +193,14 @@ def _safetensors_spec(name: str, head: bytes) -> FileSpec | None:
     metadata: dict[str, Any] = {} if own is None else {METADATA_KEY: own}
     try:
         encode("", {**metadata, **table.to_metadata()})
-    except InvalidArgumentError:  # more than a buffer can carry
+    except InvalidArgumentError:  # more than a buffer can hold
         return None
     view = view_of(Form.SAFETENSORS, table.dtype, (table.size,), table, metadata)
     return FileSpec(name, view, tensors=table, metadata=metadata) if view is not None else None
 
 
 def _with_header(header: bytes, ranges: list[tuple[int, int]]) -> FileView:
-    """Return the view of a header and then these (start, length) of the buffer, neighbours joined."""
+    """Return the view of a header followed by these (start, length) of the buffer, neighbours joined."""
     extents = [FileExtent(0, len(header), header=header)] if header else []
     end = len(header)
     for start, length in ranges:

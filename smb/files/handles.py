@@ -20,35 +20,35 @@ if TYPE_CHECKING:
 
 
 class FileNode:
-    """A file that is open, or a staged file that is not a buffer yet. All handles of one path share it."""
+    """An open file, or a staged file that is not a buffer yet. All handles of one path share it."""
 
     def __init__(self, path: str, content: Live | StagedFile, modified: int) -> None:
         self.path = path
         self.content = content
         self.modified = modified
-        self.written = 0  # when, 0: not since it was opened
-        self.changed = False  # a staged file that is not in the cluster
+        self.written = 0  # time of the last write, 0 if there was none since it was opened
+        self.changed = False  # a staged file that is not yet in the cluster
         self.handles = 0
         self.removed = False  # no path leads to it any more
         self.unwritten = range(0)  # bytes of a staged file whose write found no room, and that were not written since
-        self.displaced = ""  # the name that its buffer has since
-        self.base_bytes = 0  # of the file that the staged file replaces: it needs no more room than that
+        self.displaced = ""  # the private name of its buffer, after another file took its place
+        self.base_bytes = 0  # size of the file that the staged file replaces: up to this size no more room is needed
         self.lock = threading.RLock()
 
     def note_unwritten(self, start: int, stop: int) -> None:
-        """Remember that a write of these bytes into the staged file found no room: the file is not whole."""
+        """Note that a write of these bytes into the staged file found no room, so the file is incomplete."""
         left = self.unwritten
         self.unwritten = range(min(left.start, start), max(left.stop, stop)) if left else range(start, stop)
 
     def note_written(self, start: int, stop: int) -> None:
-        """Forget what `note_unwritten` was told, once a write covers all of it."""
+        """Forget the bytes of `note_unwritten` once a write covers all of them."""
         left = self.unwritten
         if left and start <= left.start and left.stop <= stop:
             self.unwritten = range(0)
 
 
 class OpenFile:
-    """One opening of a file. Thread-safe. Made by Tree.open; close it."""
+    """One opening of a file. Thread-safe. Made by NameTree.open; the owner closes it."""
 
     def __init__(self, tree: NameTree, node: FileNode | None, frozen: FrozenFile | None, flags: int, path: str) -> None:
         self._tree = tree
@@ -66,43 +66,43 @@ class OpenFile:
 
     @property
     def path(self) -> str | None:
-        """Where it is found now; None once it was removed."""
+        """Its present path; None after it was removed."""
         if self._node is None:
             return self._path
         return None if self._node.removed else self._node.path
 
     @property
     def modified(self) -> int:
-        """When it was changed last, ns since 1970."""
+        """The time of its last change, ns since 1970."""
         return self._node.modified if self._node is not None else time.time_ns()
 
     @property
     def changeable(self) -> bool:
-        """Whether what it reads may differ from what another opening of the same path reads: not to be cached."""
+        """True if other openings of the same path may read different data, so that the kernel must not cache it."""
         return self._frozen is not None and not self._frozen.by_version
 
     def read_into(self, offset: int, out: Octets) -> int:
         """Fill `out` with the bytes from `offset` on; return how many there were. ESTALE once the buffer is gone."""
         if not self.readable:
-            raise refuse(errno.EBADF, "the file is open for writing alone")
+            raise refuse(errno.EBADF, "the file is open for writing only")
         while True:
             content = self._frozen or cast(FileNode, self._node).content
             try:
                 return content.read_into(offset, out)
-            except Error as error:  # no context manager: this is the path that must be fast
+            except Error as error:  # not a context manager, since this path must be fast
                 if self._content is content:
                     raise os_error(error, gone=errno.ESTALE) from error
 
     def reopen(self) -> OpenFile:
-        """Close it, and return what its path leads to now, opened for reading. ENOENT, and then it stays open."""
-        file = self._tree.open(self._path, os.O_RDONLY)  # before the end of the old one, which knows what is outdated
+        """Close it, and open for reading what its path leads to now. After ENOENT it stays open."""
+        file = self._tree.open(self._path, os.O_RDONLY)  # before the old one is closed, which knows what is outdated
         self.close()
         return file
 
     def write(self, offset: int, data: Octets) -> int:
-        """Write bytes at `offset`, or with O_APPEND at the end; return where they end."""
+        """Write bytes at `offset`, or with O_APPEND at the end; return the end of the written range."""
         if self._node is None or not self.writable:
-            raise refuse(errno.EBADF, "the file is open for reading alone")
+            raise refuse(errno.EBADF, "the file is open for reading only")
         try:
             if data.size:
                 start = self._node.content.nbytes if self._append else offset
@@ -118,23 +118,23 @@ class OpenFile:
 
     def truncate(self, nbytes: int) -> None:
         if self._node is None or not self.writable:
-            raise refuse(errno.EBADF, "the file is open for reading alone")
+            raise refuse(errno.EBADF, "the file is open for reading only")
         with self._errors():
             self._tree.truncate_node(self._node, nbytes)
 
     def flush(self) -> None:
-        """Make what was written the cluster's: when this returns, others read it."""
+        """Make written data part of the cluster: after the return, other clients read it."""
         if self._node is not None and self.writable:
             with self._errors():
                 self._tree.commit(self._node)
 
     def discard(self) -> None:
-        """Give up a staged file: what was there before stays."""
+        """Give up a staged file: the former file stays."""
         if self._node is not None:
             self._tree.discard_node(self._node)
 
     def close(self) -> None:
-        """Give it back. Call flush() before, which tells whether it worked. Closing twice does nothing."""
+        """Close this handle. Call flush() before, which reports errors. A second call does nothing."""
         if not self._closed:
             self._closed = True
             if self._node is not None:

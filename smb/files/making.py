@@ -1,7 +1,8 @@
-"""Files become buffers: made whole under a private name, then given their path in one step. And which path one has.
+"""Makes buffers from files: as a whole under a private name, which is then renamed to the path in one step. Also
+decides which path a file has.
 
-A Maker is one Tree's, and shares its directories and times of change. It takes no lock: a caller that changes the
-target of a path holds the tree's (namespace.py).
+A Maker belongs to one NameTree, and shares its directories and times of change. It takes no lock: a caller that changes
+the target of a path holds the tree's lock (namespace.py).
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ class FoundForm:
 
 @dataclass(frozen=True, slots=True)
 class Copied:
-    """A file's bytes in the buffer that its new path asks for, which was made as `name`. `state` is the file's."""
+    """A copy of a file's bytes in the buffer that its new path requires, made as `name`. `state` is the file's at that
+    time.
+    """
 
     buffer: Buffer
     name: str
@@ -54,7 +57,7 @@ class Copied:
 
 
 class Maker:
-    """Makes buffers of files. See the module. `replicas`: copies of what was not there before."""
+    """Makes buffers from files; see the module. `replicas` is the number of copies of new files."""
 
     def __init__(
         self, client: Client, catalogue: Catalogue, folders: set[str], modified: dict[int, int], replicas: int
@@ -64,32 +67,34 @@ class Maker:
         self._folders = folders
         self._modified = modified
         self._replicas = replicas
-        self._dropped: list[str] = []  # private names of buffers that are still to be deleted
+        self._dropped: list[str] = []  # private names of buffers that still have to be deleted
 
     def listed(self, path: str, info: BufferInfo, buffers: Container[str], folders: Container[str]) -> str:
-        """Return the one path by which a buffer is listed."""
+        """Return the one path under which a buffer is listed."""
         try:
             forms = self._catalogue.forms(info)
-        except Error as error:  # deleted meanwhile, or its server is away: the name is shown all the same
+        except Error as error:  # deleted in the meantime, or its server is away: list the name anyway
             _log.debug("%s", error)
             forms = (Form.RAW,)
         return listed_as(path, forms, buffers, folders)
 
     def is_listed(self, found: FoundForm, path: str) -> bool:
-        """Whether that is the path by which it is listed."""
+        """Return True if that is the path under which it is listed."""
         listing = self._catalogue.listing()
         folders = listing.folders | self._folders
         return self.listed(found.shown.name, found.info, listing.infos, folders) == path
 
     def spec(self, path: str, source: Reads) -> FileSpec:
-        """Return the buffer that a file becomes by its path: one of bytes where another file is in the way."""
+        """Return the buffer that a file becomes by its path; a buffer of bytes if another file is in the way of a typed
+        one.
+        """
         spec = spec_of(path, _head(source, header_bytes(_head(source, 16))), source.nbytes)
         if spec.name != path and not self.is_free(spec.name, path):
             spec = plain_spec(path, source.nbytes)
         return formats.named(spec)
 
     def is_free(self, target: str, path: str) -> bool:
-        """Whether a buffer `target` that is listed as `path` takes the place of that file alone."""
+        """Return True if the buffer `target`, listed as `path`, takes the place of that file only."""
         if target == path:
             return True
         listing = self._catalogue.listing(missed=True)
@@ -97,8 +102,10 @@ class Maker:
         return info is None or self.listed(target, info, listing.infos, listing.folders | self._folders) == path
 
     def filled(self, source: Reads, spec: FileSpec, before: BufferInfo | None = None) -> Buffer:
-        """Make a buffer with all of a file in it, under a private name. It has as many copies as the file had
-        before, or as the one whose place it takes; a new file, as many as new ones get.
+        """Make a buffer that has all of a file, under a private name.
+
+        It has as many copies as the file had before, or as the file whose place it takes; a new file has `replicas`
+        copies.
         """
         name = private_name(name_of(spec.name))
         replaced = self._catalogue.listing().infos.get(spec.name)
@@ -113,14 +120,15 @@ class Maker:
         return buffer
 
     def drop(self, *names: str) -> None:
-        """Delete buffers with private names. While the coordinator is away that is put off, until the next file is made
-        or the tree is closed.
+        """Delete buffers with private names.
+
+        While the coordinator is away this is postponed until the next file is made or the tree is closed.
         """
         self._dropped += names
         while self._dropped:
             try:
                 name = self._dropped.pop()
-            except IndexError:  # another thread has taken it
+            except IndexError:  # another thread has taken the name
                 return
             try:
                 self._client.delete(name, missing_ok=True)
@@ -130,7 +138,9 @@ class Maker:
                 return
 
     def named(self, buffer: Buffer, spec: FileSpec, there: FoundForm | None, victim: FileNode | None) -> Live:
-        """Give such a buffer its own name. It is not opened by that: the name may be another client's by then."""
+        """Give a buffer its final name. This does not open it under that name, which may be another client's by
+        then.
+        """
         name = buffer.name
         try:
             self.put(name, spec.name, there, victim)
@@ -142,8 +152,9 @@ class Maker:
         return Live(buffer, spec.view)
 
     def take_away(self, found: FoundForm, node: FileNode | None, *, whichever: bool = False) -> None:
-        """Delete a file's buffer, or give it a private name while somebody here has it open. With `whichever` that of
-        its name, if another client has put another one there since. Raises NotFoundError.
+        """Delete a file's buffer, or give it a private name if somebody here has it open. Raises NotFoundError.
+
+        With `whichever`, this also takes a buffer that another client has put at that name since.
         """
         buffer = found.info.name if whichever else found.info
         try:
@@ -153,14 +164,15 @@ class Maker:
             else:
                 self._client.delete(buffer)
         except NotFoundError:
-            self._catalogue.remove(found.shown.name)  # the next look asks what is there
+            self._catalogue.remove(found.shown.name)  # the next look asks the coordinator
             raise
         self._catalogue.remove(found.shown.name)
         self._modified.pop(found.info.id, None)
 
     def put(self, name: str, target: str, there: FoundForm | None, victim: FileNode | None) -> None:
-        """Give a buffer its path, in place of the file that is there: in one step, unless that one is of a buffer with
-        another path.
+        """Give a buffer its path, in place of the file that is there.
+
+        This is one step, unless that file belongs to a buffer with another path.
         """
         if there is not None and there.shown.name != target:
             replaced = there.shown.version is None and self.is_listed(there, there.shown.path)
@@ -178,9 +190,10 @@ class Maker:
             self._modified.pop(there.info.id, None)
 
     def new_spec(self, found: FoundForm, target: str, new_path: str) -> FileSpec | None:
-        """Return the buffer that is to be made of a file at its new path; None if the one that it is gets the name
-        `target`. The buffer is made anew in three cases: its new path makes it an array or tensors; its name is too
-        long for a rename; another file there would lose its own form.
+        """Return the buffer to make from a file for its new path; None if its present buffer is renamed to `target`.
+
+        The buffer is made again in three cases: the new path makes it an array or tensors; the name is too long for a
+        rename; another file there would lose its own form.
         """
         is_bytes = found.shown.form is Form.RAW and self._catalogue.forms(found.info) == (Form.RAW,)
         must = is_long(name_of(target)) or not self.is_free(target, new_path)
@@ -188,13 +201,13 @@ class Maker:
             return None
         if found.info.versions > 1:
             if must:
-                raise refuse(errno.ENAMETOOLONG, f"{new_path!r}: no name for a buffer with versions; copy it")
+                raise refuse(errno.ENAMETOOLONG, f"{new_path!r} is too long to rename a buffer with versions; copy it")
             return None
         spec = self.spec(new_path, Live(self._catalogue.open(found.shown.name), found.view))
         return spec if must or spec.name != new_path else None
 
     def state(self, found: FoundForm, node: FileNode | None) -> tuple[int, int]:
-        """Return what is another one once a file was replaced, or written to by way of this process."""
+        """Return a value that changes when a file is replaced, or written to through this process."""
         modified = self._modified.get(found.info.id, 0)
         return found.info.id, max(modified, node.written if node is not None else 0)
 
@@ -202,8 +215,9 @@ class Maker:
         self, found: FoundForm, node: FileNode | None, spec: FileSpec, copied: Copied | None, there: FoundForm | None,
         victim: FileNode | None,
     ) -> Live | None:  # fmt: skip
-        """Make a file's buffer anew for its new path, and take the old one away: in one step for the new path, and in
-        a second one for the old. None if there is no room for two.
+        """Make a file's buffer again for its new path, and remove the old one.
+
+        The new path changes in one step, the old one in a second step. Returns None without room for two buffers.
         """
         source = found.info
         if copied is not None and (copied.spec, copied.state) == (spec, self.state(found, node)):
@@ -212,11 +226,11 @@ class Maker:
             if copied is not None:
                 self._client.delete(copied.name, missing_ok=True)
             opened = self._catalogue.open(found.shown.name)
-            source = replace(source, id=opened.info.id)  # by now it may be another one
+            source = replace(source, id=opened.info.id)  # by now it may be another buffer
             try:
                 buffer = self.filled(Live(opened, found.view), spec, found.info)
             except OutOfMemoryError as error:
-                _log.warning("%s is not made anew: %s", found.shown.path, error)
+                _log.warning("%s cannot be copied for its new name: %s", found.shown.path, error)
                 return None
         live = self.named(buffer, spec, there, victim)
         self._client.delete(source, missing_ok=True)
@@ -225,19 +239,19 @@ class Maker:
 
 
 def is_open(node: FileNode | None) -> TypeGuard[FileNode]:
-    """Whether somebody has a buffer's own bytes open."""
+    """Return True if somebody has a buffer's own bytes open."""
     return node is not None and bool(node.handles) and isinstance(node.content, Live)
 
 
 def _head(source: Reads, nbytes: int) -> bytes:
-    """Return a file's first bytes, fewer where it has no more."""
+    """Return a file's first bytes, fewer if it is shorter."""
     out = np.empty(min(nbytes, source.nbytes), np.uint8)
     source.read_into(0, out)
     return out.tobytes()
 
 
 def copy_all(source: Reads, live: Live) -> None:
-    """Write all of a file into a buffer that takes it."""
+    """Write a whole file into a buffer that accepts it."""
     for offset, data in source.blocks() if isinstance(source, StagedFile) else _blocks(source, source.nbytes):
         live.write(offset, data)
 
@@ -249,7 +263,7 @@ def draw(source: Live | FrozenFile, staged: StagedFile, nbytes: int) -> None:
 
 
 def _blocks(source: Reads, nbytes: int) -> Iterator[tuple[int, Octets]]:
-    """Give a file's first bytes as (offset, bytes), each to be used before the next."""
+    """Yield a file's first bytes as (offset, bytes); each block is valid until the next one."""
     block = np.empty(min(_COPY_BYTES, nbytes), np.uint8)
     for offset in range(0, nbytes, _COPY_BYTES):
         part = block[: min(_COPY_BYTES, nbytes - offset)]

@@ -1,10 +1,11 @@
 """`smb mount`: the files of a cluster as a directory of this host, through FUSE (mfusepy over libfuse3).
 
-libfuse calls from up to ten threads of its own, each of which takes the GIL; the engine gives it back while bytes move.
-Reads go from the servers' memory into libfuse's reply, writes from its request to the servers: no copy in between.
+libfuse calls from up to ten threads of its own, each of which takes the GIL; the engine releases it while bytes move.
+Reads go from the servers' memory into libfuse's reply, writes from its request to the servers, without a copy in
+between.
 """
 
-# libfuse says what arguments there are.
+# libfuse dictates the arguments.
 # ruff: noqa: ARG002
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ from smb.files.error_codes import refuse
 from smb.files.handles import OpenFile
 from smb.files.namespace import FileStatus, NameTree
 
-READ_AHEAD_BYTES = 4 << 20  # the kernel's default of 128 KiB would make a request of each
+READ_AHEAD_BYTES = 4 << 20  # the kernel's default of 128 KiB would make a request for each
 _BLOCK_BYTES = 4096
-_ENDED_BY_SIGNAL = 8  # of fuse_main's results
+_ENDED_BY_SIGNAL = 8  # a result of fuse_main
 _NAME_BYTES_MAX = 255
 _RENAME_NOREPLACE = 1  # linux/fs.h
 _XATTR = "user.smb."
@@ -41,10 +42,10 @@ _log = logging.getLogger("smb.mount")
 
 
 class Operations(mfusepy.Operations):  # type: ignore[misc] # mfusepy's types are not exported
-    """Answers FUSE's calls by a Tree. `umask` takes rights from 0666 and 0777; everything belongs to this user."""
+    """Answers FUSE's calls by a NameTree. `umask` removes rights from 0666 and 0777; all files belong to this user."""
 
     use_ns = True
-    flag_nullpath_ok = True  # a file that was removed has no path while it is open
+    flag_nullpath_ok = True  # a removed file that is still open has no path
     flag_nopath = True
 
     def __init__(self, tree: NameTree, umask: int, on_ready: Callable[[], None]) -> None:
@@ -55,12 +56,12 @@ class Operations(mfusepy.Operations):  # type: ignore[misc] # mfusepy's types ar
         self._on_ready = on_ready
         self._files: dict[int, OpenFile] = {}
         self._folders: dict[int, str] = {}
-        self._modes: dict[str, int] = {}  # rights that somebody asked for, by path
+        self._modes: dict[str, int] = {}  # rights that were set explicitly, by path
         self._numbers = itertools.count(1)
         self._begun = time.time_ns()
 
     def init_with_config(self, conn_info: Any, config_3: Any) -> None:
-        """See libfuse: said once, when the mount is there."""
+        """See libfuse: called once, when the mount is ready."""
         if conn_info is not None:
             conn_info.max_readahead = READ_AHEAD_BYTES
             conn_info.max_background = 64
@@ -95,7 +96,7 @@ class Operations(mfusepy.Operations):  # type: ignore[misc] # mfusepy's types ar
         }
 
     def opendir(self, path: str) -> int:
-        """See opendir(3): readdir is asked without a path."""
+        """See opendir(3). readdir is called without a path."""
         number = next(self._numbers)
         self._folders[number] = _plain(path)
         return number
@@ -131,7 +132,7 @@ class Operations(mfusepy.Operations):  # type: ignore[misc] # mfusepy's types ar
     def rename(self, old: str, new: str, flags: int = 0) -> int:
         """See renameat2(2)."""
         if flags & ~_RENAME_NOREPLACE:
-            raise refuse(errno.EINVAL, "exchanging two names is not there")
+            raise refuse(errno.EINVAL, "exchanging two names is not supported")
         if _is_alias(new):
             self._tree.hide(_plain(old), _plain(new))
             return 0
@@ -142,19 +143,19 @@ class Operations(mfusepy.Operations):  # type: ignore[misc] # mfusepy's types ar
         return 0
 
     def chmod(self, path: str | None, mode: int) -> int:
-        """See chmod(2): kept by this mount alone, as the time of change is."""
+        """See chmod(2). Only this mount keeps the rights, like the time of change."""
         self._tree.status(_plain(path))
         self._modes[_plain(path)] = stat.S_IMODE(mode)
         return 0
 
     def chown(self, path: str | None, uid: int, gid: int) -> int:
-        """See chown(2): to ask for the owner that it has is no error."""
+        """See chown(2). Asking for the present owner is not an error."""
         if uid not in (-1, self._owner["st_uid"]) or gid not in (-1, self._owner["st_gid"]):
-            raise refuse(errno.EPERM, "all files are the mounting user's")
+            raise refuse(errno.EPERM, "all files belong to the user who mounted the cluster")
         return 0
 
     def utimens(self, path: str | None, times: tuple[int, int] | None = None) -> int:
-        """See utimensat(2); the time of change is kept by this mount alone."""
+        """See utimensat(2). Only this mount keeps the time of change."""
         now = time.time_ns()
         modified = now if times is None or times[1] == _UTIME_NOW else times[1]
         if modified != _UTIME_OMIT:
@@ -162,7 +163,7 @@ class Operations(mfusepy.Operations):  # type: ignore[misc] # mfusepy's types ar
         return 0
 
     def statfs(self, path: str) -> dict[str, int]:
-        """See statvfs(3): what the memory servers have."""
+        """See statvfs(3): the capacity of the memory servers."""
         capacity, free = self._tree.space()
         return {
             "f_bsize": _BLOCK_BYTES,
@@ -210,7 +211,7 @@ class Operations(mfusepy.Operations):  # type: ignore[misc] # mfusepy's types ar
     # ---- bytes
 
     def path_of(self, fi: Any) -> str | None:
-        """Return where an open file is found, None once it was removed."""
+        """Return the present path of an open file, None after it was removed."""
         path = self._files[fi.fh].path
         return None if path is None else "/" + path
 
@@ -218,8 +219,8 @@ class Operations(mfusepy.Operations):  # type: ignore[misc] # mfusepy's types ar
         try:
             return self._open(path, flags, flags.flags)
         except FileNotFoundError as error:
-            # The kernel has just seen it, or remembers it: another client took it away. At ESTALE it looks again, and
-            # with O_CREAT makes it.
+            # The kernel has just seen the file, or remembers it; another client took it away. At ESTALE the kernel
+            # looks again, and with O_CREAT creates the file.
             raise refuse(errno.ESTALE, str(error)) from error
 
     def create(self, path: str, mode: int, fi: Any = None) -> int:
@@ -229,7 +230,7 @@ class Operations(mfusepy.Operations):  # type: ignore[misc] # mfusepy's types ar
         return number
 
     def _set_rights(self, path: str, mode: int, usual: int) -> None:
-        """Note the rights of a new file: an earlier file of that path had others."""
+        """Store the rights of a new file; those of an earlier file at that path are dropped."""
         self._modes.pop(path, None)
         if stat.S_IMODE(mode) != stat.S_IMODE(usual):
             self._modes[path] = stat.S_IMODE(mode)
@@ -239,7 +240,7 @@ class Operations(mfusepy.Operations):  # type: ignore[misc] # mfusepy's types ar
         number = next(self._numbers)
         self._files[number] = file
         fi.fh = number
-        # The pages of a path are shared by all its openings, which here do not read the same.
+        # All openings of a path share its cached pages, but here they may read different data.
         fi.direct_io = file.changeable
         return 0
 
@@ -248,16 +249,16 @@ class Operations(mfusepy.Operations):  # type: ignore[misc] # mfusepy's types ar
         return self._files[fi.fh].read_into(offset, out)
 
     def write_from(self, fi: Any, offset: int, data: Octets) -> int:
-        """Write it all; return how much."""
+        """Write all of it; return how much."""
         self._files[fi.fh].write(offset, data)
         return data.size
 
     def read(self, path: str | None, size: int, offset: int, fh: Any) -> bytes:
-        """Only here so that libfuse asks; see _Fuse.read."""
+        """Exists so that libfuse asks at all; see _Fuse.read."""
         raise NotImplementedError
 
     def write(self, path: str | None, data: bytes, offset: int, fh: Any) -> int:
-        """Only here so that libfuse asks; see _Fuse.write."""
+        """Exists so that libfuse asks at all; see _Fuse.write."""
         raise NotImplementedError
 
     def truncate(self, path: str | None, length: int, fh: Any = None) -> int:
@@ -268,9 +269,9 @@ class Operations(mfusepy.Operations):  # type: ignore[misc] # mfusepy's types ar
         return 0
 
     def fallocate(self, path: str | None, mode: int, offset: int, size: int, fh: Any) -> int:
-        """See fallocate(2): a file may be made longer, no holes."""
+        """See fallocate(2): a file can be extended; holes are not supported."""
         if mode:
-            raise refuse(errno.EOPNOTSUPP, "there are no holes in buffers")
+            raise refuse(errno.EOPNOTSUPP, "buffers do not support holes")
         file = self._files[fh.fh]
         if offset + size > file.nbytes:
             file.truncate(offset + size)
@@ -286,18 +287,18 @@ class Operations(mfusepy.Operations):  # type: ignore[misc] # mfusepy's types ar
         return 0
 
     def release(self, path: str | None, fh: Any) -> int:
-        """The last copy of a descriptor was closed."""
+        """Called when the last copy of a descriptor was closed."""
         file = self._files.pop(fh.fh, None)
         if file is not None:
             file.close()
         return 0
 
 
-_UTIME_NOW, _UTIME_OMIT = (1 << 30) - 1, (1 << 30) - 2  # sys/stat.h, in the place of nanoseconds
+_UTIME_NOW, _UTIME_OMIT = (1 << 30) - 1, (1 << 30) - 2  # sys/stat.h: used in place of nanoseconds
 
 
 class _Fuse(mfusepy.FUSE):  # type: ignore[misc] # see Operations
-    """mfusepy's, but reads and writes go to and from libfuse's own memory, and rename has its flags."""
+    """mfusepy's FUSE, except that reads and writes use libfuse's own memory, and rename gets its flags."""
 
     def read(self, path: Any, buf: Any, size: int, offset: int, fip: Any) -> int:
         out = _octets(buf, size)
@@ -309,7 +310,7 @@ class _Fuse(mfusepy.FUSE):  # type: ignore[misc] # see Operations
         count: int = self.operations.write_from(fip.contents, offset, data)
         return count
 
-    # These have a file instead of a path where one is open, which mfusepy passes on for getattr alone.
+    # These calls get a file instead of a path if it is open. mfusepy passes that on for getattr only.
 
     def truncate_fuse_3(self, path: Any, length: int, fip: Any) -> int:
         result: int = self.operations.truncate(self._name(path), length, fip.contents if fip else None)
@@ -320,7 +321,7 @@ class _Fuse(mfusepy.FUSE):  # type: ignore[misc] # see Operations
         return result
 
     def chown_fuse_3(self, path: Any, uid: int, gid: int, fip: Any) -> int:
-        nobody = 0xFFFFFFFF  # -1 as libfuse has it
+        nobody = 0xFFFFFFFF  # -1 in libfuse
         result: int = self.operations.chown(
             self._path(path, fip), -1 if uid == nobody else uid, -1 if gid == nobody else gid
         )
@@ -356,8 +357,9 @@ def serve(
     staged_files: str | None = None,
     replicas: int = 1,
 ) -> None:
-    """Mount, and serve until somebody unmounts it or a signal ends this process. Blocks; calls `on_ready` once it is
-    there. Raises Error if it can't be mounted.
+    """Mount, and serve until the directory is unmounted or a signal ends this process.
+
+    Blocks; calls `on_ready` once the mount is ready. Raises Error if the mount fails.
     """
     tree = NameTree(client, staged_files, replicas=replicas)
     tree.sweep()
@@ -376,7 +378,7 @@ def serve(
             raw_fi=True,
             foreground=True,
             nothreads=False,
-            fsname=f"softmem:{client.address}".replace(",", r"\,"),  # behind a bare comma comes another option
+            fsname=f"softmem:{client.address}".replace(",", r"\,"),  # after a bare comma libfuse expects another option
             subtype="smb",
             default_permissions=True,
             allow_other=allow_other,
@@ -387,21 +389,21 @@ def serve(
         if mounted.is_set() and error.args == (_ENDED_BY_SIGNAL,):
             return
         raise Error(
-            f"{directory} can't be mounted: libfuse said so above (code {error}); is it an empty directory of yours, "
-            f"and may you use /dev/fuse? --allow-other needs user_allow_other in /etc/fuse.conf"
+            f"mounting on {directory} failed (code {error}); libfuse's message is above. Is it an empty directory of "
+            f"yours, and may you use /dev/fuse? --allow-other needs user_allow_other in /etc/fuse.conf"
         ) from None
     finally:
         tree.end_hidden()
 
 
 def _read_ahead(directory: Path) -> None:
-    """Have the kernel read ahead by more than it does by default, where this process may say so (root)."""
+    """Raise the kernel's read-ahead for this mount, if this process may do so (root)."""
     device = directory.stat().st_dev
     setting = Path(f"/sys/class/bdi/{os.major(device)}:{os.minor(device)}/read_ahead_kb")
     try:
         setting.write_text(str(READ_AHEAD_BYTES >> 10))
     except OSError as error:
-        _log.info("the kernel reads ahead as it does by default: %s", error)
+        _log.info("the kernel's default read-ahead stays: %s", error)
 
 
 def _octets(pointer: Any, size: int) -> Octets:
@@ -410,7 +412,7 @@ def _octets(pointer: Any, size: int) -> Octets:
 
 
 def _is_alias(path: str) -> bool:
-    """Whether libfuse made up this path for a file that is open and has none any more."""
+    """Return True if libfuse made up this path for an open file that was removed."""
     return path.rpartition("/")[2].startswith(".fuse_hidden")
 
 

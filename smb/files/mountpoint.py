@@ -1,4 +1,4 @@
-"""The directory of a mount, before and after: what a killed mount has left is taken away, a live one is ended."""
+"""The directory of a mount, before and after: removes what a killed mount has left, and ends a live mount."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _log = logging.getLogger("smb.mount")
 
 
 def make_way(directory: Path) -> None:
-    """Prepare a mount point: a mount whose process was killed is taken away. Raises Error if it is none."""
+    """Prepare a mount point: unmount a mount whose process was killed. Raises Error if the directory is not usable."""
     try:
         inside = [*directory.iterdir()]
     except FileNotFoundError:
-        raise Error(f"there is no directory {directory}; make it first") from None
+        raise Error(f"directory {directory} does not exist; create it first") from None
     except NotADirectoryError:
-        raise Error(f"{directory} is no directory") from None
+        raise Error(f"{directory} is not a directory") from None
     except OSError as error:
         if error.errno != errno.ENOTCONN:
             raise Error(f"{directory}: {error.strerror}") from None
@@ -31,20 +31,20 @@ def make_way(directory: Path) -> None:
         unmount(directory, lazy=True)
         inside = [*directory.iterdir()]
     if os.path.ismount(directory) and _is_ours(directory):
-        raise Error(f"{directory} is mounted already; smb umount {directory} takes it away")
+        raise Error(f"a cluster is already mounted on {directory}; unmount it with smb umount {directory}")
     if inside:
         raise Error(f"{directory} is not empty; mount on an empty directory")
 
 
 def unmount(directory: Path, *, lazy: bool = False) -> None:
-    """Unmount. `lazy` also if somebody uses it. Raises Error with what fusermount3 says."""
+    """Unmount; with `lazy`, even if it is in use. Raises Error with fusermount3's message."""
     command = ["fusermount3", "-u", *(["-z"] if lazy else []), "--", str(directory)]
     end = time.monotonic() + _BUSY_S
     while True:
         try:
             done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603 - no shell
         except FileNotFoundError:
-            raise Error("there is no fusermount3 here; install it (Debian: apt-get install fuse3)") from None
+            raise Error("fusermount3 is not installed; install it (Debian: apt-get install fuse3)") from None
         if done.returncode == 0:
             return
         if not _is_ours(directory):
@@ -52,8 +52,8 @@ def unmount(directory: Path, *, lazy: bool = False) -> None:
         # A file that was just closed is released a moment later.
         busy = "busy" in done.stderr
         if not busy or time.monotonic() > end:
-            hint = "; --lazy does it also while it is in use" if busy else ""
-            raise Error(f"{directory} can't be unmounted: {done.stderr.strip()}{hint}")
+            hint = "; --lazy unmounts it even while it is in use" if busy else ""
+            raise Error(f"unmounting {directory} failed: {done.stderr.strip()}{hint}")
         time.sleep(0.05)
 
 
@@ -64,5 +64,5 @@ def _is_ours(directory: Path) -> bool:
 
 
 def _unescaped(word: str) -> str:
-    """Return a path of /proc/self/mounts as it is: the kernel writes a space as \\040."""
+    r"""Return a path of /proc/self/mounts unescaped: the kernel writes a space as \\040."""
     return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), word)

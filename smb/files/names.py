@@ -1,8 +1,8 @@
-"""Which path shows what: NAME, NAME.npy, NAME.safetensors, NAME@VERSION; and which buffer's name a path has. Pure.
+"""What a path shows (NAME, NAME.npy, NAME.safetensors, NAME@VERSION), and which buffer name a path has. Pure.
 
-A buffer's name is a path already: its slashes make the directories. A part of a path that no name can have is escaped:
-"_." and its bytes, each but A-Z a-z 0-9 . - as "_" and two hexadecimal digits. All other parts are as they are. A
-name that would be longer than names can be is a digest, and its buffer's metadata says the name.
+A buffer's name is already a path: its slashes make the directories. A part of a path that a name cannot contain is
+escaped: "_." and its bytes, each except A-Z a-z 0-9 . - as "_" and two hexadecimal digits. All other parts stay as they
+are. A name that would be too long is replaced by a digest, and the buffer's metadata has the name.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from enum import Enum
 from smb.config.limits import NAME_CHARACTERS_MAX
 from smb.files.error_codes import refuse
 
-PART_BYTES_MAX = 255  # of a path between its slashes; the limits of Linux
+PART_BYTES_MAX = 255  # between two slashes of a path; Linux's limits
 PATH_BYTES_MAX = 4096
-PRIVATE = ".smb-files"  # the folder, of each namespace, of buffers on their way to a name or without one; not shown
-_LONG = "long-"  # there: buffers whose paths make too long a name
-_NAMESPACE_CHARACTERS_MAX = 128  # a folder PRIVATE in a longer one would leave no room for names
+PRIVATE = ".smb-files"  # in each namespace the folder of buffers with private names; not shown
+_LONG = "long-"  # prefix in that folder: buffers whose paths make too long a name
+_NAMESPACE_CHARACTERS_MAX = 128  # in a longer namespace, a folder PRIVATE would leave no room for names
 _PATH = re.compile(r"(?P<name>.+?)(?:@(?P<version>[0-9]{1,19}|raw))?(?P<suffix>\.npy|\.safetensors)?", re.DOTALL)
 _ESCAPED = "_."
 _PLAIN = re.compile(r"[A-Za-z0-9._-]*")
@@ -30,7 +30,7 @@ _UNQUOTED = frozenset(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123
 
 
 class Form(str, Enum):
-    """The form in which a file shows a buffer; the value is the end of its name."""
+    """The form in which a file shows a buffer; the value is the suffix of its name."""
 
     RAW = ""
     NPY = ".npy"
@@ -39,7 +39,7 @@ class Form(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class ShownBuffer:
-    """The meaning of a path: a buffer, by its own path. `version` is None for the buffer as it is now."""
+    """The meaning of a path: a buffer, given by its own path. `version` is None for the buffer itself."""
 
     name: str
     form: Form = Form.RAW
@@ -47,13 +47,14 @@ class ShownBuffer:
 
     @property
     def path(self) -> str:
-        """The shortest path that means this."""
+        """The shortest path with this meaning."""
         return f"{self.name}{'' if self.version is None else f'@{self.version}'}{self.form.value}"
 
 
 def meanings(path: str) -> tuple[ShownBuffer, ...]:
-    """Return what a path (no leading slash) may mean, the first that exists is it: a buffer of exactly that path before
-    a form of another one.
+    """Return what a path (without a leading slash) may mean; the first meaning that exists counts.
+
+    A buffer of exactly that path comes before a form of another buffer.
     """
     match = _PATH.fullmatch(path)
     if match is None:
@@ -62,15 +63,16 @@ def meanings(path: str) -> tuple[ShownBuffer, ...]:
     if name.endswith("/"):
         return (ShownBuffer(path),)
     whole = (ShownBuffer(path), ShownBuffer(path[: -len(suffix)], Form(suffix))) if suffix else (ShownBuffer(path),)
-    if version == "raw":  # where a directory has the plain name
+    if version == "raw":  # used if a directory has the plain name
         return whole if suffix else (*whole, ShownBuffer(name))
     return whole if version is None else (*whole, ShownBuffer(name, Form(suffix), int(version)))
 
 
 def listed_as(path: str, forms: Iterable[Form], buffers: Container[str], folders: Container[str]) -> str:
-    """Return the one path by which a directory shows a buffer: with the suffix of its last form. The suffix is left out
-    if another buffer or a directory has that path. It is left out, too, if the buffer's own name ends with .npy or
-    .safetensors: it was put there as such a file.
+    """Return the one path under which a directory lists a buffer: with the suffix of its last form.
+
+    The suffix is left out if another buffer or a directory has that path, or if the buffer's own name ends with .npy or
+    .safetensors, because it was created as such a file.
     """
     suffix = "" if path.endswith((Form.NPY.value, Form.SAFETENSORS.value)) else list(forms)[-1].value
     if suffix and path + suffix not in buffers and path + suffix not in folders:
@@ -78,11 +80,11 @@ def listed_as(path: str, forms: Iterable[Form], buffers: Container[str], folders
     return path + "@raw" if path in folders else path
 
 
-# ---- names of paths
+# ---- names for paths
 
 
 def name_of(path: str) -> str:
-    """Return the name that the buffer of a path has. OSError ENAMETOOLONG, EINVAL for what no path can be."""
+    """Return the buffer name for a path. OSError ENAMETOOLONG, or EINVAL for an impossible path."""
     name = escaped(path)
     if len(name) <= NAME_CHARACTERS_MAX:
         return name
@@ -90,30 +92,30 @@ def name_of(path: str) -> str:
 
 
 def is_long(name: str) -> bool:
-    """Whether a buffer's name is a digest, so that its metadata says its path."""
+    """Return True if a buffer's name is a digest, so that its metadata has its path."""
     return name.rpartition(f"{PRIVATE}/")[2].startswith(_LONG) and is_private(name)
 
 
 def escaped(path: str) -> str:
-    """Return a path as a name, however long that is. OSError as name_of."""
+    """Return a path as a name, however long. OSError as name_of."""
     if _PLAIN.fullmatch(path.replace("/", "")) and _ESCAPED not in path and len(path) <= PART_BYTES_MAX:
         return path
     try:
         data = path.encode("utf-8", "surrogateescape")
     except UnicodeEncodeError as error:
-        raise refuse(errno.EINVAL, f"{path!r} is no path: {error}") from None
+        raise refuse(errno.EINVAL, f"{path!r} is not a valid path: {error}") from None
     if b"\0" in data:
-        raise refuse(errno.EINVAL, f"{path!r} is no path: it has a NUL")
+        raise refuse(errno.EINVAL, f"{path!r} is not a valid path: it contains a NUL")
     if len(data) > PATH_BYTES_MAX or any(len(part) > PART_BYTES_MAX for part in data.split(b"/")):
         raise refuse(
             errno.ENAMETOOLONG,
-            f"a path of {len(data)} bytes: it has at most {PATH_BYTES_MAX}, each part of it {PART_BYTES_MAX}",
+            f"the path has {len(data)} bytes; a path may have at most {PATH_BYTES_MAX}, and each part {PART_BYTES_MAX}",
         )
     return "/".join(map(_escaped_part, path.split("/")))
 
 
 def path_of(name: str) -> str:
-    """Return the path of a name: what escaped() turns into it."""
+    """Return the path that escaped() turned into this name."""
     if _ESCAPED not in name:
         return name
     return "/".join(part if (path := _unescaped_part(part)) is None else path for part in name.split("/"))
@@ -129,7 +131,7 @@ def _quoted(part: str) -> str:
 
 
 def _unescaped_part(part: str) -> str | None:
-    """Return what _escaped_part turns into this; None if it leaves it as it is."""
+    """Return the part that _escaped_part turned into this one; None if it was not escaped."""
     if not part.startswith(_ESCAPED):
         return None
     data = _QUOTED.sub(lambda match: chr(int(match[1], 16)), part[len(_ESCAPED) :]).encode("latin-1")
@@ -143,7 +145,7 @@ def _unescaped_part(part: str) -> str | None:
 
 
 def private_of(name: str) -> str:
-    """Return the folder for what is to be, or was, a buffer of that name: who may use the one may use the other."""
+    """Return the folder for private buffers that will get, or had, this name. The rights of both are the same."""
     namespace, slash, _ = name.partition("/")
     if not slash or namespace == PRIVATE or len(namespace) > _NAMESPACE_CHARACTERS_MAX:
         return PRIVATE
@@ -151,7 +153,7 @@ def private_of(name: str) -> str:
 
 
 def is_private(path: str) -> bool:
-    """Whether it is in a folder of what is not shown."""
+    """Return True if the path is in a private folder."""
     return PRIVATE in path.split("/")[:2]
 
 
@@ -161,7 +163,7 @@ def parent_of(path: str) -> str:
 
 
 def entries(directory: str, paths: Iterable[str]) -> tuple[set[str], set[str]]:
-    """Return (directories, buffers) of what is right inside a directory ("" is the root), by their last part."""
+    """Return (directories, buffers) directly in a directory ("" is the root), by their last part."""
     start = directory + "/" if directory else ""
     directories: set[str] = set()
     buffers: set[str] = set()

@@ -1,8 +1,9 @@
-"""The files of a cluster, for one process: names and what is open. All that shows buffers as files is thin on this.
+"""The files of a cluster for one process: names and open files. Everything that shows buffers as files is a thin layer
+on this module.
 
 A new file, or one whose size changes, is a staged file on this host until flush() or close(). Then it becomes a buffer
-as a whole, under its name in one step. All other writes are at the servers when they return. Paths have no leading
-slash; "" is the root. Methods raise OSError, with smb's message.
+as a whole, under its name in one step. All other writes have reached the servers when they return. Paths have no
+leading slash; "" is the root. Methods raise OSError, with smb's message.
 """
 
 from __future__ import annotations
@@ -49,7 +50,9 @@ _log = logging.getLogger("smb")
 
 @dataclass(frozen=True, slots=True)
 class FileStatus:
-    """The answer to stat. `modified` is ns since 1970: of the last change by this process, else of its creation."""
+    """The result of stat. `modified` is the time, in ns since 1970, of the last change by this process, else of the
+    creation.
+    """
 
     nbytes: int
     modified: int
@@ -58,8 +61,9 @@ class FileStatus:
 
 
 class _Hidden:
-    """A path that hide() took away, and the cluster still has: until `timer` calls `end`, or the name is needed. A
-    buffer that another process puts there meanwhile has another `buffer_id`.
+    """A path that hide() removed here, but that the cluster still has, until `timer` calls `end` or the name is needed.
+
+    A buffer that another process puts there in the meantime has another `buffer_id`.
     """
 
     def __init__(self, node: FileNode | None, buffer_id: int, end: Callable[[_Hidden], None]) -> None:
@@ -73,8 +77,8 @@ class _Hidden:
 class NameTree:
     """The files of a client's cluster. Thread-safe.
 
-    `staged files` is a directory of this host for files that are being made. With make_folders a new file makes the
-    directories that it is in. `replicas` says how many copies new files have.
+    `staged_files` is a directory of this host for files that are being made. With make_folders, opening a new file
+    makes its parent directories. `replicas` is the number of copies of new files.
     """
 
     def __init__(
@@ -86,8 +90,8 @@ class NameTree:
         self._catalogue = Catalogue(client)
         self._lock = threading.RLock()
         self._nodes: dict[str, FileNode] = {}
-        self._folders: set[str] = set()  # made with mkdir, or left empty: no buffer is below them
-        self._modified: dict[int, int] = {}  # by the buffer's id: a name may be another client's since
+        self._folders: set[str] = set()  # made by mkdir, or left empty: no buffer lies below them
+        self._modified: dict[int, int] = {}  # by buffer id: the name may be another buffer's by now
         self._hidden: dict[str, _Hidden] = {}
         self._aliases: dict[str, FileStatus] = {}
         self._maker = Maker(client, self._catalogue, self._folders, self._modified, replicas)
@@ -97,7 +101,7 @@ class NameTree:
     # ---- looking
 
     def status(self, path: str) -> FileStatus:
-        """Return what is at a path. ENOENT."""
+        """Return the status of a path. ENOENT."""
         with as_os_errors():
             node = self._nodes.get(path)
             if node is not None:
@@ -107,17 +111,18 @@ class NameTree:
             if self._is_folder(path):
                 return FileStatus(0, 0, directory=True)
             found = self._look(path)
-            if found is None or found.info.id in self._hidden_ids():  # and stays so: it may be about to be replaced
+            # hidden files stay hidden here: one may be about to be replaced
+            if found is None or found.info.id in self._hidden_ids():
                 raise self._none(path)
             modified = self._modified.get(found.info.id, round(1e9 * found.info.created))
             return FileStatus(found.view.nbytes, modified, version=found.shown.version)
 
     def list(self, path: str) -> builtins.list[tuple[str, bool]]:
-        """Return (name, whether it is a directory) of all in a directory, sorted. ENOENT, ENOTDIR."""
+        """Return (name, True for a directory) of all entries of a directory, sorted. ENOENT, ENOTDIR."""
         with as_os_errors():
             if not self._is_folder(path):
                 raise refuse(errno.ENOTDIR, path) if self._find(path) else refuse(errno.ENOENT, path)
-            # Before the catalogue: a staged file that becomes a buffer meanwhile is in the one or in the other.
+            # Before the catalogue: a staged file that becomes a buffer at this moment is then in one of the two.
             with self._lock:
                 nodes = [node for node in self._nodes.values() if not node.removed]
                 staged_files = [node.path for node in nodes if isinstance(node.content, StagedFile)]
@@ -138,11 +143,13 @@ class NameTree:
             return sorted(shown.items())
 
     def buffer(self, path: str) -> tuple[Buffer, ShownBuffer]:
-        """Return the buffer that a path shows, and how. ENOENT; EISDIR; ENODATA for a file that is none yet."""
+        """Return the buffer that a path shows, and in which form. ENOENT; EISDIR; ENODATA for a file that is not a
+        buffer yet.
+        """
         with as_os_errors():
             node = self._nodes.get(path)
             if node is not None and isinstance(node.content, StagedFile) and not self._find(path):
-                raise refuse(errno.ENODATA, f"{path!r} becomes a buffer when it is closed")
+                raise refuse(errno.ENODATA, f"{path!r} becomes a buffer only when it is closed")
             if self._is_folder(path):
                 raise refuse(errno.EISDIR, path)
             found = self._found(path)
@@ -156,8 +163,9 @@ class NameTree:
     # ---- opening
 
     def open(self, path: str, flags: int) -> OpenFile:
-        """Open a file as open(2) does, with its flags. ENOENT, EEXIST, EISDIR, ENOTDIR, EACCES. ESTALE if the path
-        led to a file that was hidden since: what is there instead is found by looking anew.
+        """Open a file as open(2) does, with its flags. ENOENT, EEXIST, EISDIR, ENOTDIR, EACCES.
+
+        ESTALE if the path led to a file that is hidden now: the caller looks the path up again.
         """
         writes = flags & os.O_ACCMODE != os.O_RDONLY
         with as_os_errors():
@@ -173,7 +181,7 @@ class NameTree:
                 if not writes:
                     return OpenFile(self, None, self._frozen_file(found), flags, path)
                 if found.shown.version is not None:
-                    raise refuse(errno.EACCES, f"{path!r} is a published version, which never changes")
+                    raise refuse(errno.EACCES, f"{path!r} is a published version, which cannot be changed")
             with self._lock:
                 node = self._opened(path, flags, truncate=bool(writes and flags & os.O_TRUNC))
                 node.handles += 1
@@ -183,7 +191,7 @@ class NameTree:
         node = self._nodes.get(path)
         known = node.content if node is not None and not node.removed else None
         if isinstance(known, Live) and not self._is_current(path, known.buffer.info.id):
-            self._orphan(path)  # another process deleted or replaced it: this is about the new one
+            self._orphan(path)  # another process deleted or replaced it; the caller means the new one
             node = None
         found = self._find(path) if node is None else None
         if flags & os.O_CREAT and flags & os.O_EXCL and (node or found):
@@ -197,7 +205,7 @@ class NameTree:
         return node
 
     def _is_current(self, path: str, buffer_id: int) -> bool:
-        """Whether a path shows that buffer, by now."""
+        """Return True if a path still shows that buffer."""
         found = self._find(path)
         return (
             found is not None and found.info.id == buffer_id and self._catalogue.is_current(found.shown.name, buffer_id)
@@ -231,20 +239,22 @@ class NameTree:
         if not self._is_folder(parent):
             raise refuse(errno.ENOTDIR if parent and self._find(parent) else errno.ENOENT, path)
         if is_private(path):
-            raise refuse(errno.EPERM, f"{PRIVATE} is where files are on their way")
+            raise refuse(errno.EPERM, f"{PRIVATE} is reserved for files that are being made")
         name_of(path)
         if any(part in ("", ".", "..") for part in path.split("/")):
-            raise refuse(errno.EINVAL, f"{path!r}: no part of a path is empty, '.' or '..'")
+            raise refuse(errno.EINVAL, f"{path!r}: no part of a path may be empty, '.' or '..'")
         infos = self._catalogue.listing().infos
         for shown in meanings(path):
             if shown.version is not None and shown.name in infos and infos[shown.name].versions > 1:
-                raise refuse(errno.EACCES, f"{path!r} would be version {shown.version} of {shown.name!r}")
+                raise refuse(
+                    errno.EACCES, f"{path!r} means version {shown.version} of {shown.name!r} and cannot be written"
+                )
 
     def _frozen_file(self, found: FoundForm) -> FrozenFile:
         buffer = self._catalogue.open(found.shown.name)
         if buffer.versions == 1:
             raise refuse(errno.ENOENT, f"buffer {buffer.name!r} keeps no versions: it was created with versions=1")
-        # Of the buffer that was opened: another client may have put it there since the listing.
+        # Use the buffer that was opened: another client may have put it there since the listing.
         view = self._catalogue.view(buffer.info, found.shown.form)
         if view is None:
             raise refuse(errno.ENOENT, found.shown.path)
@@ -258,7 +268,7 @@ class NameTree:
     # ---- names
 
     def make_folder(self, path: str) -> None:
-        """Make a directory. It is in this process alone until there is something in it. EEXIST, ENOENT."""
+        """Make a directory. Only this process knows it until it has a file. EEXIST, ENOENT."""
         with as_os_errors(), self._asked(path):
             found = self._find(path)
             if (
@@ -271,7 +281,7 @@ class NameTree:
             self._add_folder(path)
 
     def _add_folder(self, path: str) -> None:
-        """Make a directory and those that it is in, as far as they are not there."""
+        """Make a directory and its missing parents."""
         while path and path not in self._folders:
             self._folders.add(path)
             path = parent_of(path)
@@ -288,33 +298,34 @@ class NameTree:
             self._keep_folder(path)
 
     def remove(self, path: str) -> None:
-        """Delete a file, and with it the buffer, whichever form of it the path is. Handles of this process work until
-        they are closed; other processes get ESTALE. ENOENT, EISDIR, EACCES.
+        """Delete a file and its buffer, in whichever form the path shows it. ENOENT, EISDIR, EACCES.
+
+        Handles of this process work until they are closed; other processes get ESTALE.
         """
         with as_os_errors():
-            if self._is_folder(path):  # asks, so that what follows finds the answer there
+            if self._is_folder(path):  # asks the coordinator, so that the following steps use that answer
                 raise refuse(errno.EISDIR, path)
             with self._lock:
                 self._remove(path)
 
     def _remove(self, path: str) -> None:
         node = self._nodes.get(path)
-        with nullcontext() if node is None else node.lock:  # it may be about to become a buffer
+        with nullcontext() if node is None else node.lock:  # the file may be about to become a buffer
             found = self._find(path)
             if node is None and found is None:
                 raise refuse(errno.ENOENT, path)
             if found is not None and found.shown.version is not None:
-                raise refuse(errno.EACCES, f"{path!r} is a version of a buffer; delete the buffer")
+                raise refuse(errno.EACCES, f"{path!r} is one version of a buffer; delete the buffer instead")
             if found is not None:
                 self._maker.take_away(found, node, whichever=True)
             self._orphan(path)
         self._keep_folder(path)
 
     def hide(self, path: str, alias: str) -> None:
-        """Take away a file that is open, for libfuse: from here on those who have it open know it as `alias`.
+        """Hide a file that is open, for libfuse: processes that have it open know it as `alias` from now on.
 
-        libfuse does so where a file is removed, and where another one is about to be renamed to its path: that must be
-        one step for the cluster, so what is here waits a moment for it.
+        libfuse does this when an open file is removed, and when another file is about to be renamed to its path. For
+        the cluster the latter must be one step, so the hidden file is kept for a moment.
         """
         with as_os_errors():
             status = self.status(path)
@@ -323,7 +334,7 @@ class NameTree:
 
     def _hide(self, path: str, alias: str, status: FileStatus) -> None:
         node = self._nodes.pop(path, None)
-        with nullcontext() if node is None else node.lock:  # as for remove
+        with nullcontext() if node is None else node.lock:  # as in _remove
             found = self._find(path)
             if found is not None:
                 self._hidden[path] = _Hidden(node, found.info.id, lambda hidden: self._end_hidden(path, hidden))
@@ -337,12 +348,12 @@ class NameTree:
         self._keep_folder(path)
 
     def forget(self, alias: str) -> None:
-        """The last one who had a hidden file open is gone."""
+        """Forget a hidden file: the last process that had it open has closed it."""
         with self._lock:
             self._aliases.pop(alias, None)
 
     def end_hidden(self) -> None:
-        """Take all hidden files' names away in the cluster, and what is left of files: before this process ends."""
+        """Remove all hidden files from the cluster, and private buffers: called before this process ends."""
         for path, hidden in builtins.list(self._hidden.items()):
             self._end_hidden(path, hidden)
         self._maker.drop()
@@ -350,14 +361,14 @@ class NameTree:
     def _end_hidden(self, path: str, hidden: _Hidden) -> None:
         with self._lock:
             if self._hidden.get(path) is not hidden:
-                return  # it is over, and the path may be hidden anew: for something else
+                return  # it has ended, and the path may have been hidden again, for another file
             self._unhide(path)
             try:
                 found = self._look(path)
                 if found is not None and found.info.id == hidden.buffer_id:
                     self._maker.take_away(found, hidden.node)
                     self._keep_folder(path)
-            except NotFoundError as error:  # another client has taken it away, or put another one there
+            except NotFoundError as error:  # another client has taken it away, or put another file there
                 _log.debug("%s: %s", path, error)
             except Error as error:
                 _log.error("%s was not removed: %s", path, error)
@@ -368,7 +379,7 @@ class NameTree:
         return hidden.node
 
     def _is_hidden(self, path: str) -> bool:
-        """Whether what a path showed was taken away, and nothing else is there."""
+        """Return True if the file at a path was hidden, and no other file is there."""
         if path not in self._hidden:
             return False
         found = self._look(path)
@@ -378,8 +389,10 @@ class NameTree:
         return {hidden.buffer_id for hidden in builtins.list(self._hidden.values())}
 
     def rename(self, path: str, new_path: str, *, replace: bool = True) -> None:
-        """Give a file or directory another name, in one step for the whole cluster; a file of the new name goes away in
-        it, with replace. Open handles of this process go on reading the old one. EXDEV from one form to another.
+        """Rename a file or directory in one step for the whole cluster; with `replace`, a file of the new name is
+        deleted in it.
+
+        Open handles of this process keep reading the old file. EXDEV between different forms.
         """
         with as_os_errors():
             copied = self._copied(path, new_path)
@@ -387,7 +400,7 @@ class NameTree:
                 self._rename(path, new_path, replace, copied)
             finally:
                 if copied is not None:
-                    with suppress(Error):  # it has its name, as a rule; else sweep() of the next mount finds it
+                    with suppress(Error):  # it usually has its new name; otherwise sweep() of the next mount finds it
                         self.client.delete(copied.name, missing_ok=True)
 
     def _rename(self, path: str, new_path: str, replace: bool, copied: Copied | None) -> None:
@@ -424,10 +437,12 @@ class NameTree:
     ) -> None:  # fmt: skip
         form, old = found.shown.form, found.shown.name
         if found.shown.version is not None or not new_path.endswith(form.value):
-            raise refuse(errno.EXDEV, f"{found.shown.path!r} is another form than {new_path!r} would be; copy it")
+            raise refuse(
+                errno.EXDEV, f"{found.shown.path!r} and {new_path!r} have different forms; copy the file instead"
+            )
         target = new_path[: len(new_path) - len(form.value)]
         modified = self._modified.get(found.info.id, time.time_ns())
-        buffer_id = found.info.id  # of what has the new path at the end
+        buffer_id = found.info.id  # of the buffer that has the new path at the end
         spec = self._maker.new_spec(found, target, new_path)
         if spec is not None:
             with nullcontext() if node is None else node.lock:
@@ -435,7 +450,9 @@ class NameTree:
                 if live is not None and node is not None:
                     node.content = live
             if live is None and (is_long(name_of(target)) or not self._maker.is_free(target, new_path)):
-                raise refuse(errno.ENOSPC, f"{new_path!r}: the memory servers have no room for a copy under that name")
+                raise refuse(
+                    errno.ENOSPC, f"{new_path!r}: the memory servers have no room for the copy that this name needs"
+                )
             if live is None:
                 spec = None
             else:
@@ -447,8 +464,9 @@ class NameTree:
         self._modified[buffer_id] = modified
 
     def _copied(self, path: str, new_path: str) -> Copied | None:
-        """Make the copy of a file that its rename needs, if it needs one and nobody is in the middle of writing it:
-        while others go on with other names.
+        """Make the copy of a file that its rename needs, while other names stay usable.
+
+        Returns None if no copy is needed, or if somebody is writing to the file.
         """
         with self._lock:
             found, node = (self._look(path) if path not in self._hidden else None), self._nodes.get(path)
@@ -464,7 +482,7 @@ class NameTree:
             source = Live(self._catalogue.open(found.shown.name), found.view)
             made = self._maker.filled(source, spec, found.info)
             return Copied(made, made.name, spec, state)
-        except (Error, OSError) as error:  # the rename meets it too, or does without
+        except (Error, OSError) as error:  # the rename meets the same error, or does without the copy
             _log.debug("%s", error)
             return None
 
@@ -480,7 +498,10 @@ class NameTree:
         infos = self._catalogue.listing(missed=True).infos
         moved = {old: (new_path + old[len(path) :], infos[old]) for old in infos if old.startswith(path + "/")}
         if any(is_long(info.name) or is_long(name_of(new)) for new, info in moved.values()):
-            raise refuse(errno.EXDEV, f"{path!r} has paths too long for names in it, or would have; copy it")
+            raise refuse(
+                errno.EXDEV,
+                f"{path!r} contains, or would contain, paths that are too long for buffer names; copy it instead",
+            )
         if moved:
             self.client.rename_folder(name_of(path), name_of(new_path))
             self._catalogue.rename(moved)
@@ -495,7 +516,7 @@ class NameTree:
         self._keep_folder(path)
 
     def set_modified(self, path: str, modified: int) -> None:
-        """Note a time of change (ns since 1970), in this process alone. ENOENT."""
+        """Set a time of change (ns since 1970), in this process only. ENOENT."""
         with as_os_errors(), self._asked(path):
             node = self._nodes.get(path)
             if node is not None:
@@ -505,7 +526,7 @@ class NameTree:
                 self._modified[found.info.id] = modified
 
     def truncate(self, path: str, nbytes: int) -> None:
-        """Set a file's size. A file of another size than before becomes one of bytes."""
+        """Set a file's size. A file of a different size than before becomes a buffer of bytes."""
         file = self.open(path, os.O_RDWR)
         try:
             file.truncate(nbytes)
@@ -514,7 +535,7 @@ class NameTree:
             file.close()
 
     def sweep(self) -> None:
-        """Delete what processes of this host left half done when they were killed, as far as we may."""
+        """Delete what killed processes of this host left half done, as far as this client may."""
         with as_os_errors(), suppress(PermissionDeniedError):
             for path, info in builtins.list(self._catalogue.listing(missed=True).infos.items()):
                 if left_by_dead(info.name):
@@ -524,14 +545,15 @@ class NameTree:
     # ---- for OpenFile
 
     def ask_for_room(self, node: FileNode, nbytes: int) -> None:
-        """Ask the coordinator what a file needs to know before it grows; before its lock is taken, on which the tree's
-        may wait.
+        """Ask the coordinator for free space before a file grows.
+
+        Done before the file's lock is taken, since holders of the tree's lock may wait for that.
         """
         if nbytes > max(node.base_bytes, node.content.nbytes):
             self._catalogue.space()
 
     def write_node(self, node: FileNode, offset: int, data: Octets) -> None:
-        """Write into a file that may have to grow for it."""
+        """Write into a file, which grows if necessary."""
         with node.lock:
             end = offset + data.size
             if isinstance(node.content, Live) and end > node.content.nbytes:
@@ -569,16 +591,19 @@ class NameTree:
             node.modified = time.time_ns()
 
     def commit(self, node: FileNode, *, empty: bool = False) -> None:
-        """Make a staged file a buffer: that of its name where it has the same size, else a new one in its place. One
-        without a byte only if `empty`: a shell closes copies of its descriptor before a program writes to it.
+        """Turn a staged file into a buffer: write into the buffer of its name if that has the same size, else replace
+        it.
+
+        An empty file becomes a buffer only with `empty`: a shell closes copies of its descriptor before a program
+        writes to it.
         """
         with node.lock:
             staged = node.content
             if not node.changed or node.removed or not isinstance(staged, StagedFile) or not (staged.nbytes or empty):
                 return
             if node.unwritten:
-                raise refuse(errno.ENOSPC, f"{node.path!r}: not all that was written to it found room")
-            # To end what is hidden takes the lock that comes before the node's.
+                raise refuse(errno.ENOSPC, f"{node.path!r} is incomplete: some of the written data found no room")
+            # Ending a hidden file takes the tree's lock, which comes before the node's.
             found = self._look(node.path) if node.path not in self._hidden else None
             live = None
             if found is not None and found.view.nbytes == staged.nbytes:
@@ -590,7 +615,7 @@ class NameTree:
             if live is None or not staged.nbytes or not live.takes(staged):
                 spec = self._maker.spec(node.path, staged)
                 buffer = self._maker.filled(staged, spec, found.info if found is not None else None)
-                if node.removed:  # meanwhile
+                if node.removed:  # in the meantime
                     self.client.delete(buffer.name, missing_ok=True)
                     return
                 live = self._maker.named(buffer, spec, found, None)
@@ -605,14 +630,14 @@ class NameTree:
             self._modified[live.buffer.info.id] = node.modified
 
     def discard_node(self, node: FileNode) -> None:
-        """Forget a staged file that is not in the cluster."""
+        """Drop a staged file that is not in the cluster."""
         with self._lock, node.lock:
             if node.changed:
                 self._nodes.pop(node.path, None)
                 node.removed = True
 
     def close_node(self, node: FileNode) -> None:
-        """One handle less. A staged file that could not become a buffer is given up with the last one."""
+        """Close one handle. A staged file that could not become a buffer is dropped with the last handle."""
         with as_os_errors(), self._lock:
             node.handles -= 1
             if node.handles:
@@ -621,7 +646,7 @@ class NameTree:
                 if node.content.nbytes == 0 and not node.unwritten:
                     self.commit(node, empty=True)
                 elif node.changed and not node.removed:
-                    _log.error("%s: not all of it reached the cluster; what was there before is there", node.path)
+                    _log.error("%s: not all of it reached the cluster; the former file is still there", node.path)
             finally:
                 if self._nodes.get(node.path) is node:
                     del self._nodes[node.path]
@@ -632,7 +657,9 @@ class NameTree:
                     self._maker.drop(displaced)
 
     def _note_modified(self, node: FileNode) -> None:
-        """Of what was written in place nothing is asked: the coordinator may be away, and all others wait meanwhile."""
+        """Store the time of a write. For a write in place no request is made: the coordinator may be away, and all
+        other calls wait meanwhile.
+        """
         if isinstance(node.content, Live):
             self._modified[node.content.buffer.info.id] = node.modified
         elif (found := self._find(node.path)) is not None:
@@ -651,15 +678,17 @@ class NameTree:
 
     @contextmanager
     def _asked(self, path: str) -> Iterator[None]:
-        """Hold the lock, once the coordinator was asked what there is: a coordinator that is away is waited for before,
-        when that holds up no other file. All is found anew under the lock, as a rule in the same listing.
+        """Hold the lock, after a request to the coordinator.
+
+        So the wait for a coordinator that is away happens before the lock is taken, when it delays no other file.
+        Everything is looked up again under the lock, usually in the same listing.
         """
         self._look(path)
         with self._lock:
             yield
 
     def _find(self, path: str) -> FoundForm | None:
-        """Return what a path shows, once what is hidden there is gone."""
+        """Return what a path shows, after a hidden file there was removed."""
         if path in self._hidden:
             self._end_hidden(path, self._hidden[path])
         return self._look(path)
@@ -667,7 +696,7 @@ class NameTree:
     def _look(self, path: str) -> FoundForm | None:
         if not path or is_private(path):
             return None
-        escaped(path)  # refuses what is too long
+        escaped(path)  # raises for a path that is too long
         shown = meanings(path)
         for missed in (False, True):
             infos = self._catalogue.listing(missed=missed).infos
@@ -687,17 +716,19 @@ class NameTree:
         return found
 
     def _none(self, path: str) -> OSError:
-        """There is none. Of an alias (hide) the kernel asks, for somebody who found the file before it lost its path,
-        and nobody has it open any more: at ESTALE the kernel looks what the path leads to now.
+        """Return the error for a missing path.
+
+        The kernel also asks about an alias (hide) for a process that found the file before it lost its path, when no
+        process has it open any more. At ESTALE the kernel looks up what the path leads to now.
         """
         if path in self._latest_aliases:
-            return refuse(errno.ESTALE, f"there is no {path!r}")
+            return refuse(errno.ESTALE, f"{path!r} does not exist")
         above, infos = parent_of(path), self._catalogue.listing().infos
         while above and above not in infos:
             above = parent_of(above)
         if above and not self._is_folder(above):
-            return refuse(errno.ENOTDIR, f"there is no {path!r}: {above!r} is a file")
-        return refuse(errno.ENOENT, f"there is no {path!r}")
+            return refuse(errno.ENOTDIR, f"{path!r} does not exist: {above!r} is a file")
+        return refuse(errno.ENOENT, f"{path!r} does not exist")
 
     def _is_folder(self, path: str) -> bool:
         if not path or path in self._folders:
@@ -710,7 +741,7 @@ class NameTree:
             node.removed = True
 
     def _keep_folder(self, path: str) -> None:
-        """A directory does not go away with the last file in it: removing a tree removes the directory next."""
+        """Keep a directory whose last file was removed: removing a tree removes the directory next."""
         folders = self._catalogue.listing().folders
         while path := parent_of(path):
             if path not in folders:

@@ -1,4 +1,4 @@
-"""smb.open_file: a buffer as a file object of Python's."""
+"""smb.open_file: a buffer as a Python file object."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from smb.files.handles import OpenFile
 from smb.files.namespace import NameTree
 
 SCHEME = "softmem://"
-_OPENINGS_MAX = 5  # of a path that is replaced again and again before anything of it is read
+_OPENINGS_MAX = 5  # attempts for a path that is replaced again and again before any of it is read
 _FLAGS = {
     "r": os.O_RDONLY,
     "r+": os.O_RDWR,
@@ -63,13 +63,16 @@ def open_file(name: str, mode: str = "r", *, client: Client | None = None) -> Bu
         "".join(sorted(mode.replace("b", "", 1), key="rwxa+".index)) if set(mode) <= set("rwxab+") else ""
     )
     if flags is None:
-        raise InvalidArgumentError(f"open_file {name!r}: there is no mode {mode!r}; there are {', '.join(_FLAGS)}")
+        raise InvalidArgumentError(f"open_file {name!r}: mode must be one of {', '.join(_FLAGS)}, not {mode!r}")
     address, path = split_url(name)
     own = None
     if client is None:
         own = client = smb.client.connect(address)
     elif address is not None and address != client.address:
-        raise InvalidArgumentError(f"open_file {name!r}: the client is of {client.address}; leave one out")
+        raise InvalidArgumentError(
+            f"open_file {name!r}: the client is connected to {client.address}, another cluster; pass the client or the "
+            "URL's address, not both"
+        )
     try:
         return BufferFile(
             NameTree(client, make_folders=True).open(path, flags), name, mode, own, append=bool(flags & os.O_APPEND)
@@ -83,8 +86,8 @@ def open_file(name: str, mode: str = "r", *, client: Client | None = None) -> Bu
 def split_url(name: str) -> tuple[str | None, str]:
     """Return ("host:port" or None, path) of softmem://HOST:PORT/PATH, softmem://PATH or PATH.
 
-    A first part with a colon is an address: a path whose first part has one is softmem:///PATH, or has no scheme. Some
-    libraries (datasets) put the scheme before a path that they stripped of its address.
+    A first part with a colon is an address. A path whose first part has a colon is written softmem:///PATH, or without
+    the scheme. Some libraries (datasets) add the scheme to a path without its address.
     """
     if not name.startswith(SCHEME):
         return None, name.strip("/")
@@ -95,7 +98,7 @@ def split_url(name: str) -> tuple[str | None, str]:
 
 
 class BufferFile(io.RawIOBase):
-    """An open file over a buffer. Made by open_file; thread-safe but for its position."""
+    """An open file over a buffer. Made by open_file; thread-safe except for its position."""
 
     def __init__(self, file: OpenFile, name: str, mode: str, client: Client | None, *, append: bool) -> None:
         super().__init__()
@@ -104,14 +107,14 @@ class BufferFile(io.RawIOBase):
         self._file = file
         self._client = client
         self._position = file.nbytes if append else 0
-        # Whether the caller knows anything of this very file; one who may write decided on it. If not, `_first` is held
-        # to open another one, by the first read to its end, and to tell the size.
+        # True if the caller knows anything of this file's content; opening it for writing counts as that. While it is
+        # False, `_first` is held by the first read, which may open another file, and by a question for the size.
         self._known = file.writable
         self._first = threading.Lock()
 
     @property
     def nbytes(self) -> int:
-        """The file's size now."""
+        """The file's present size."""
         if not self._known:
             with self._first:
                 self._known = True
@@ -144,13 +147,13 @@ class BufferFile(io.RawIOBase):
         return self._position
 
     def readinto(self, out: Any) -> int:
-        """Fill `out`, contiguous and writable, from the position on; return the bytes read. No copy in between."""
+        """Fill `out`, contiguous and writable, from the position on; return the bytes read. Without a copy."""
         count = self.pread_into(out, self._position)
         self._position += count
         return count
 
     def readall(self) -> bytes:
-        """See io.RawIOBase; in one call to the servers."""
+        """See io.RawIOBase. Makes one call to the servers."""
         data = self._read(self._rest)
         self._position += len(data)
         return data
@@ -160,17 +163,18 @@ class BufferFile(io.RawIOBase):
         return bytes(memoryview(data)[: file.read_into(self._position, _octets(data))])
 
     def pread_into(self, out: Any, offset: int) -> int:
-        """As readinto, from an offset: the position stays. Several threads may do so at once."""
+        """Like readinto, from an offset; the position stays. Several threads may call it at once."""
         octets = _octets(out)
         return self._read(lambda file: file.read_into(offset, octets))
 
     def _read(self, read: Callable[[OpenFile], Result]) -> Result:
-        """Return what `read` does with the file: with the one that the path leads to now, where nothing is known yet of
-        the one that was opened and that is gone.
+        """Return the result of `read` on the file, or on the file that the path leads to now.
+
+        The latter is used if the opened file is gone and the caller knows nothing of it yet.
         """
         self._check_open()
         if not self._file.readable:
-            raise io.UnsupportedOperation(f"{self.name!r} is open for writing alone")
+            raise io.UnsupportedOperation(f"{self.name!r} is open for writing only")
         if not self._known:
             with self._first:
                 if not self._known:
@@ -188,7 +192,7 @@ class BufferFile(io.RawIOBase):
                 try:
                     self._file = self._file.reopen()
                 except FileNotFoundError:
-                    raise error from error.__cause__  # it was deleted, and not replaced
+                    raise error from error.__cause__  # the file was deleted, and not replaced
         self._known = True
         return result
 
@@ -196,7 +200,7 @@ class BufferFile(io.RawIOBase):
         """Write all of the bytes at the position; return how many."""
         self._check_open()
         if not self._file.writable:
-            raise io.UnsupportedOperation(f"{self.name!r} is open for reading alone")
+            raise io.UnsupportedOperation(f"{self.name!r} is open for reading only")
         octets = _octets(data)
         self._position = self._file.write(self._position, octets)
         return octets.size
@@ -205,18 +209,18 @@ class BufferFile(io.RawIOBase):
         """Set the file's size, by default to the position; return it."""
         self._check_open()
         if not self._file.writable:
-            raise io.UnsupportedOperation(f"{self.name!r} is open for reading alone")
+            raise io.UnsupportedOperation(f"{self.name!r} is open for reading only")
         size = self._position if size is None else size
         self._file.truncate(size)
         return size
 
     def flush(self) -> None:
-        """Make a new or grown file the cluster's. Nothing to do for writes of an existing size."""
+        """Make a new or grown file part of the cluster. Writes within the existing size need no flush."""
         if not self.closed:
             self._file.flush()
 
     def close(self) -> None:
-        """Flush and close. If flush fails the file is closed all the same, and nothing of the staged file is kept."""
+        """Flush and close. If the flush fails, the file is closed all the same, and the staged file is dropped."""
         if self.closed:
             return
         try:
@@ -229,7 +233,7 @@ class BufferFile(io.RawIOBase):
                     self._client.close()
 
     def discard(self) -> None:
-        """Close without making a staged file a buffer."""
+        """Close without turning a staged file into a buffer."""
         if not self.closed:
             self._file.discard()
         self.close()
@@ -245,4 +249,4 @@ def _octets(data: Any) -> Octets:
     except ValueError:
         if memoryview(data).nbytes:
             raise
-        return np.empty(0, np.uint8)  # of which numpy makes no array
+        return np.empty(0, np.uint8)  # numpy makes no array of empty memory

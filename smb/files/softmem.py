@@ -1,10 +1,10 @@
-"""The fsspec filesystem `softmem`: pandas, zarr, torch and datasets read and write buffers by a URL, without a mount.
+"""The fsspec filesystem `softmem`: pandas, zarr, torch and datasets read and write buffers by URL, without a mount.
 
-softmem://HOST:PORT/NAME, or softmem://NAME with $SMB_COORDINATOR or the option `coordinator`. Registered as an entry
-point of fsspec.
+The URL is softmem://HOST:PORT/NAME, or softmem://NAME with $SMB_COORDINATOR or the option `coordinator`. The filesystem
+is registered as an entry point of fsspec.
 """
 
-# fsspec says what arguments there are.
+# fsspec dictates the arguments.
 # ruff: noqa: ARG002
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from smb.files.error_codes import refuse
 from smb.files.namespace import NameTree
 from smb.files.open_file import SCHEME, BufferFile, split_url
 
-_BUFFER_BYTES = 1 << 20  # of a file object; larger reads and writes go straight to the servers
-_NAME_MAX = 255  # characters of one part of a path
+_BUFFER_BYTES = 1 << 20  # a file object's; larger reads and writes go straight to the servers
+_NAME_MAX = 255  # characters in one part of a path
 _FLAGS = {
     "r": os.O_RDONLY,
     "r+": os.O_RDWR,
@@ -42,10 +42,10 @@ _FLAGS = {
 
 
 class SoftmemFileSystem(AbstractFileSystem):  # type: ignore[misc] # fsspec has no types
-    """Buffers as fsspec's files. A file appears, whole, when it is closed; directories are made as they are needed.
+    """Buffers as fsspec's files. A file appears as a whole when it is closed; directories are made as needed.
 
     `coordinator` is "host:port", by default $SMB_COORDINATOR or the URL's; `timeout` in seconds bounds each call.
-    Thread-safe; in a child of fork it connects anew. Raises OSError, as files do.
+    Thread-safe; in a child of fork it connects again. Raises OSError, as files do.
     """
 
     protocol = "softmem"
@@ -61,7 +61,7 @@ class SoftmemFileSystem(AbstractFileSystem):  # type: ignore[misc] # fsspec has 
 
     @property
     def namespace(self) -> NameTree:
-        """The files of the cluster; connects at first use in a process. (`tree` is a method of fsspec's.)"""
+        """The files of the cluster; connects at the first use in a process. (fsspec has a method named `tree`.)"""
         with self._lock:
             if self._tree is None or self._pid != os.getpid():
                 client = smb.client.connect(self._coordinator, timeout=self._timeout)
@@ -84,7 +84,7 @@ class SoftmemFileSystem(AbstractFileSystem):  # type: ignore[misc] # fsspec has 
         """Return the URL of a path."""
         return f"{SCHEME}{self._coordinator or ''}/{self._strip_protocol(name)}"
 
-    # ---- what there is
+    # ---- looking
 
     def info(self, path: str, **_: Any) -> dict[str, Any]:
         """See fsspec: name, size in bytes, type, mtime in seconds."""
@@ -107,7 +107,7 @@ class SoftmemFileSystem(AbstractFileSystem):  # type: ignore[misc] # fsspec has 
         return datetime.fromtimestamp(self.info(path)["mtime"], timezone.utc)
 
     def created(self, path: str) -> datetime:
-        """See fsspec; of a directory, which has no such time, that of its last change."""
+        """See fsspec. For a directory, which has no time of creation, the time of its last change."""
         if self.isdir(path):
             return self.modified(path)
         buffer, _ = self.namespace.buffer(self._strip_protocol(path))
@@ -119,7 +119,7 @@ class SoftmemFileSystem(AbstractFileSystem):  # type: ignore[misc] # fsspec has 
         """See fsspec."""
         path = self._strip_protocol(path)
         if not create_parents and not self.exists(self._parent(path)):
-            raise refuse(errno.ENOENT, f"mkdir {path!r}: there is no {self._parent(path)!r}")
+            raise refuse(errno.ENOENT, f"mkdir {path!r}: {self._parent(path)!r} does not exist")
         self.namespace.make_folder(path)
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
@@ -143,7 +143,7 @@ class SoftmemFileSystem(AbstractFileSystem):  # type: ignore[misc] # fsspec has 
     def rm(self, path: Any, recursive: bool = False, maxdepth: int | None = None) -> None:
         """See fsspec. Raises IsADirectoryError for a directory without recursive=True, before anything is removed.
 
-        As of local files all below a directory goes, whatever `maxdepth` is.
+        As with local files, all entries below a directory are removed, whatever `maxdepth` is.
         """
         names = [
             name
@@ -152,7 +152,7 @@ class SoftmemFileSystem(AbstractFileSystem):  # type: ignore[misc] # fsspec has 
         ]
         folders = {name for name in names if self.namespace.status(name).directory}
         if folders and not recursive:
-            raise refuse(errno.EISDIR, f"rm {min(folders)!r}: a directory; say recursive=True")
+            raise refuse(errno.EISDIR, f"rm {min(folders)!r}: this is a directory; pass recursive=True")
         for name in names:
             if name in folders:
                 self.namespace.remove_folder(name)
@@ -160,7 +160,7 @@ class SoftmemFileSystem(AbstractFileSystem):  # type: ignore[misc] # fsspec has 
                 self.namespace.remove(name)
 
     def mv(self, path1: str, path2: str, recursive: bool = False, maxdepth: int | None = None, **_: Any) -> None:
-        """See fsspec; in one step, directories too. Into `path2` if that is a directory."""
+        """See fsspec. Renames in one step, directories too; moves into `path2` if that is a directory."""
         into = path2.endswith("/")
         path1, path2 = self._strip_protocol(path1), self._strip_protocol(path2)
         if path1 != path2 and (into or self.isdir(path2)):
@@ -170,7 +170,7 @@ class SoftmemFileSystem(AbstractFileSystem):  # type: ignore[misc] # fsspec has 
         except OSError as error:
             if error.errno != errno.EXDEV:
                 raise
-            # Its bytes have another form under that name, as in another file system.
+            # The new name needs another form, so copy the bytes, as between file systems.
             self.copy(path1, path2, recursive=True)
             self.rm(path1, recursive=True)
 
@@ -190,7 +190,7 @@ class SoftmemFileSystem(AbstractFileSystem):  # type: ignore[misc] # fsspec has 
             self.makedirs(path2, exist_ok=True)
             return
         if path1 == path2:
-            raise refuse(errno.EINVAL, f"copy {path1!r}: both are the same file")
+            raise refuse(errno.EINVAL, f"copy {path1!r}: source and target are the same file")
         with self.open(path1) as source, self.open(path2, "wb") as sink:
             while block := source.read(_BUFFER_BYTES):
                 sink.write(block)
@@ -203,15 +203,13 @@ class SoftmemFileSystem(AbstractFileSystem):  # type: ignore[misc] # fsspec has 
         plain = "".join(sorted(mode.replace("b", "", 1), key="rwxa+".find))
         flags = _FLAGS.get(plain) if set(mode) <= set("rwxab+") else None
         if flags is None:
-            raise ValueError(
-                f"open {path!r}: there is no mode {mode!r}; there are {', '.join(_FLAGS)}, each also with b"
-            )
+            raise ValueError(f"open {path!r}: mode must be one of {', '.join(_FLAGS)}, with or without b, not {mode!r}")
         path = self._strip_protocol(path)
         deferred = None
         if not autocommit and plain != "r":
             former = next((each for each in reversed(self._pending()) if each.path == path), None)
             deferred = _Deferred(self.namespace, path, plain, former)
-            if plain == "r+":  # fsspec tells transactions of new files alone
+            if plain == "r+":  # fsspec reports only new files to a transaction
                 self.transaction.files.append(deferred)
             flags = deferred.flags
         name = path if deferred is None else deferred.name
@@ -223,13 +221,13 @@ class SoftmemFileSystem(AbstractFileSystem):  # type: ignore[misc] # fsspec has 
         return cast(io.BufferedIOBase, file)
 
     def _pending(self) -> list[_Deferred]:
-        """Return the files of the transaction that is under way, as they were opened."""
+        """Return the files of the present transaction, in the order of their opening."""
         files = self.transaction.files if self._intrans else ()
         found = (each if isinstance(each, _Deferred) else getattr(each, "_deferred", None) for each in files)
         return [each for each in found if isinstance(each, _Deferred)]
 
     def cat_file(self, path: str, start: int | None = None, end: int | None = None, **_: Any) -> bytes:
-        """See fsspec; one call to the servers."""
+        """See fsspec. Makes one call to the servers."""
         with BufferFile(
             self.namespace.open(self._strip_protocol(path), os.O_RDONLY), path, "rb", None, append=False
         ) as file:
@@ -243,11 +241,13 @@ class SoftmemFileSystem(AbstractFileSystem):  # type: ignore[misc] # fsspec has 
 
 
 class _Deferred:
-    """A file of a transaction: it is written under another name, and gets its own when the transaction ends."""
+    """A file of a transaction: it is written under another name, and renamed when the transaction ends."""
 
     def __init__(self, tree: NameTree, path: str, mode: str, former: _Deferred | None = None) -> None:
-        """Make it ready for opening with `flags`: with the file's bytes, where the mode keeps them. `former`: the same
-        file, as the transaction has left it so far. Raises OSError as the mode says.
+        """Prepare the file for the mode, with its present bytes if the mode keeps them. Raises OSError as the mode
+        requires.
+
+        `former` is the same file as the transaction has left it so far.
         """
         self._tree = tree
         self.path = path
@@ -279,7 +279,7 @@ class _Deferred:
                     new.write(block)
 
     def commit(self) -> None:
-        """Close the file, and give it its name. FileExistsError if it is to be new and there is one by now."""
+        """Close the file and rename it. FileExistsError if it must be new and the name is taken by now."""
         if self.file is not None:
             self.file.close()
         self._tree.rename(self.name, self.path, replace=not self._new)
@@ -292,7 +292,7 @@ class _Deferred:
 
 
 class _OfSoftmem:
-    """The part that fsspec's files have beside io's."""
+    """What fsspec's files have in addition to io's."""
 
     fs: SoftmemFileSystem
     path: str
@@ -300,34 +300,34 @@ class _OfSoftmem:
     _deferred: _Deferred | None = None
 
     def of(self, fs: SoftmemFileSystem, path: str, deferred: _Deferred | None) -> None:
-        """Take note of the filesystem, of the path, and of what is to be done at a transaction's end."""
+        """Store the filesystem, the path, and the work for the transaction's end."""
         self.fs, self.path, self._deferred = fs, path, deferred
         if deferred is not None:
             deferred.file = self  # type: ignore[assignment]
 
     @property
     def size(self) -> int:
-        """The file's size now, in bytes, without what is in this object's buffer."""
+        """The file's present size in bytes, without the data in this object's buffer."""
         return int(self.raw.nbytes)
 
     def info(self) -> dict[str, Any]:
-        """As the filesystem's, of this path."""
+        """See SoftmemFileSystem.info, for this path."""
         return self.fs.info(self.path)
 
     def commit(self) -> None:
-        """At the end of a transaction."""
+        """Called at the end of a transaction."""
         if self._deferred is not None:
             self._deferred.commit()
 
     def discard(self) -> None:
-        """At the end of a transaction that failed."""
+        """Called at the end of a transaction that failed."""
         if self._deferred is not None:
             self._deferred.discard()
 
 
 class _Reader(_OfSoftmem, io.BufferedReader):
     def __reduce__(self) -> tuple[Any, ...]:
-        """As fsspec's own: another process reads on at the same place."""
+        """As in fsspec: another process continues reading at the same position."""
         return _reopened, (self.fs, self.path, self.tell())
 
 

@@ -1,8 +1,7 @@
-"""A file whose size is not known yet, on this host until it becomes a buffer.
+"""A file of unknown size, kept on this host until it becomes a buffer.
 
-Its beginning lies in memory of this process: huge pages are made faster than those of a file, and are given to the
-engine as they are. Bytes beyond the limit of one staged file, or of all together, lie in a temporary file without a
-name.
+Its beginning lies in memory of this process: huge pages are allocated faster than pages of a file, and are passed to
+the engine directly. Bytes beyond the limit of one staged file, or of all together, lie in an unnamed temporary file.
 """
 
 from __future__ import annotations
@@ -20,28 +19,28 @@ import numpy as np
 
 from smb.files.contents import Octets
 
-MEMORY_BYTES_MAX = 1 << 30  # of all staged files of this process
+MEMORY_BYTES_MAX = 1 << 30  # for all staged files of this process
 _STEP_BYTES = 16 << 20
-_HUGE_BYTES = 2 << 20  # the first of them in small pages: most files are small
+_HUGE_BYTES = 2 << 20  # the first bytes use small pages: most files are small
 _KEPT_BYTES = 256 << 20
 _KEPT_S = 10.0
-_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # linux/mman.h; Python 3.10 does not name it
+_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # linux/mman.h; Python 3.10 does not have it
 
 
 class _Region:
-    """Addresses for all that a staged file may have in memory, zeros as far as nobody wrote."""
+    """Address space for the memory of one staged file; zeros until it is written."""
 
     def __init__(self) -> None:
-        """Raises OSError if this process may have no more of them."""
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE  # memory comes with the first write
+        """Raises OSError if this process may map no more."""
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE  # pages are allocated at the first write
         self._map = mmap.mmap(-1, MEMORY_BYTES_MAX, flags=flags)
-        with contextlib.suppress(AttributeError, OSError):  # a kernel without them, or a C library
+        with contextlib.suppress(AttributeError, OSError):  # the kernel or the C library does not support huge pages
             self._map.madvise(mmap.MADV_HUGEPAGE, _HUGE_BYTES)
-        self.kept = False  # for some staged file before: it has pages, wherever its next one writes
+        self.kept = False  # used by an earlier staged file: its pages exist already
         self.octets: Octets = np.frombuffer(self._map, np.uint8)
 
     def clear(self, first: int, last: int) -> None:
-        """Make these bytes zeros again, and give back the pages that they fill."""
+        """Set these bytes to zero again, and release the pages that they fill."""
         page = min(last, -(-first // mmap.PAGESIZE) * mmap.PAGESIZE)
         self.octets[first:page] = 0
         if page < last:
@@ -49,10 +48,10 @@ class _Region:
 
 
 class _Regions:
-    """Memory of all staged files of this process, up to MEMORY_BYTES_MAX. Thread-safe.
+    """The memory of all staged files of this process, up to MEMORY_BYTES_MAX. Thread-safe.
 
-    The pages of the last one are kept for the next, zeroed, for a moment: where files follow each other, the kernel
-    need not make them anew.
+    The pages of the last staged file are kept for the next one for a moment, zeroed. So if files follow each other, the
+    kernel need not allocate them again.
     """
 
     def __init__(self) -> None:
@@ -60,8 +59,10 @@ class _Regions:
         self.forked()
 
     def forked(self) -> None:
-        """Begin in a new process: the thread that would forget what is kept is not there, nor who has the lock."""
-        # Reentrant: a staged file may end wherever the interpreter collects garbage, also in here.
+        """Reset the state in a child of fork: the thread that would drop kept memory does not exist there, and the lock
+        may be held by a thread that does not exist either.
+        """
+        # Reentrant: a staged file may be collected anywhere, also inside these methods.
         self._changed = threading.Condition(threading.RLock())
         self._kept: _Region | None = None
         self._keepings = 0
@@ -74,7 +75,7 @@ class _Regions:
             return fits
 
     def region(self) -> _Region | None:
-        """Return one of zeros; None if there can't be any more."""
+        """Return a region of zeros; None if no more can be mapped."""
         with self._changed:
             kept, self._kept = self._kept, None
             self._changed.notify_all()
@@ -86,11 +87,11 @@ class _Regions:
             return None
 
     def give_back(self, region: _Region | None, claimed: int, used: int) -> None:
-        """Take back what a staged file had; it is done with it."""
+        """Take back the memory of a staged file that is done."""
         with self._changed:
             self._taken -= claimed
         if region is not None and (region.kept or used > _HUGE_BYTES):
-            with contextlib.suppress(RuntimeError):  # no more threads: then it is not kept
+            with contextlib.suppress(RuntimeError):  # no more threads can be started: the region is not kept
                 threading.Thread(target=self._keep, args=(region, used), name="smb-staged", daemon=True).start()
 
     def _keep(self, region: _Region, used: int) -> None:
@@ -101,8 +102,8 @@ class _Regions:
         with self._changed:
             self._kept = region
             self._keepings += 1
-            ours = self._keepings  # the same region may be taken and left again before our callback
-            self._changed.notify_all()  # who keeps the one before it
+            ours = self._keepings  # the same region may be used and kept again before this callback runs
+            self._changed.notify_all()  # wakes the thread that keeps the former region
             self._changed.wait_for(lambda: self._kept is None or self._keepings != ours, _KEPT_S)
             if self._keepings == ours:
                 self._kept = None
@@ -115,11 +116,11 @@ os.register_at_fork(after_in_child=lambda: _regions.forked())
 
 
 class _Memory:
-    """The part of a staged file that lies in memory: its first `nbytes`, all that was claimed."""
+    """The part of a staged file that lies in memory: its first `nbytes`, as far as claimed."""
 
     def __init__(self) -> None:
         self.nbytes = 0
-        self.used = 0  # no byte from here on was ever written
+        self.used = 0  # the first byte that was never written
         self._full = False
         self._region: _Region | None = None
 
@@ -129,7 +130,7 @@ class _Memory:
         return self._region.octets
 
     def grow(self, nbytes: int) -> None:
-        """Have `nbytes`, or as many as there are."""
+        """Extend to `nbytes`, or to as many as are available."""
         if self.nbytes < nbytes and self._region is None and not self._full:
             self._region = _regions.region()
             self._full = self._region is None
@@ -147,16 +148,16 @@ class _Memory:
 
 
 class StagedFile:
-    """The file. A write at its end makes it longer; its user keeps writes apart from each other and from the rest."""
+    """The staged file. A write past its end extends it. Its user serializes writes with all other calls."""
 
     def __init__(self, directory: str | None) -> None:
-        """`directory` is where temporary files lie, by default the system's place for them."""
+        """`directory` is for temporary files, by default the system's."""
         self.nbytes = 0
         self._directory = directory
         self._memory = _Memory()
-        # Not at the process's end, which gives all of it back.
+        # Not at the exit of the process, which releases everything.
         weakref.finalize(self, self._memory.end).atexit = False
-        self._fd = -1  # of what has no room in memory, from its own byte 0 on
+        self._fd = -1  # the file for bytes that have no room in memory, which begin at its offset 0
 
     def read_into(self, offset: int, out: Octets) -> int:
         length = max(0, min(out.size, self.nbytes - offset))
@@ -166,32 +167,33 @@ class StagedFile:
         done = inside
         while done < length:
             count = os.preadv(self._fd, [out[done:length].data], offset + done - self._memory.nbytes)
-            if count == 0:  # cut meanwhile
+            if count == 0:  # the file was truncated in the meantime
                 return done
             done += count
         return length
 
     def write(self, offset: int, data: Octets) -> None:
-        """Replace bytes; the file grows as needed, with zeros where nothing was written. OSError ENOSPC."""
+        """Replace bytes; the file grows as needed, with zeros in gaps. OSError ENOSPC."""
         end = offset + data.size
         if end > self.nbytes:
             self._extend(end)
         inside = max(0, min(data.size, self._memory.nbytes - offset))
         if inside:
-            self._memory.used = max(self._memory.used, offset + inside)  # before: it may be interrupted
+            # stored before the copy, which may be interrupted
+            self._memory.used = max(self._memory.used, offset + inside)
             self._memory.octets[offset : offset + inside] = data[:inside]
         done = inside
         try:
             while done < data.size:
                 done += os.pwrite(self._fd, data.data[done:], offset + done - self._memory.nbytes)
-        except OSError:  # what did find room beyond the end would show in a hole, later
+        except OSError:  # bytes that were written past the end would later show up in a hole
             before, self.nbytes = self.nbytes, max(self.nbytes, end)
             self.truncate(before)
             raise
         self.nbytes = max(self.nbytes, end)
 
     def truncate(self, nbytes: int) -> None:
-        """Cut it, or let it grow with zeros."""
+        """Shorten the file, or extend it with zeros."""
         if nbytes > self.nbytes:
             self._extend(nbytes)
         else:
@@ -201,18 +203,19 @@ class StagedFile:
         self.nbytes = nbytes
 
     def head(self, nbytes: int) -> bytes:
-        """Return its first bytes, fewer where it has no more."""
+        """Return its first bytes, fewer if it is shorter."""
         out = np.empty(min(nbytes, self.nbytes), np.uint8)
         self.read_into(0, out)
         return out.tobytes()
 
     def blocks(self) -> Iterator[tuple[int, Octets]]:
-        """Give all of it as (offset, bytes not to be written to). It must not shrink while they are used."""
+        """Yield all of it as (offset, read-only bytes). The file must not shrink while they are used."""
         inside = min(self.nbytes, self._memory.nbytes)
         if inside > 0:
             yield 0, self._memory.octets[:inside]
         if self.nbytes > inside:
-            flags = mmap.MAP_SHARED | mmap.MAP_POPULATE  # at once, instead of at a fault for every few pages
+            # map the pages at once, instead of one fault for every few pages
+            flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
             rest = mmap.mmap(self._fd, self.nbytes - inside, flags=flags, prot=mmap.PROT_READ)
             yield inside, np.frombuffer(rest, np.uint8)
 
@@ -221,6 +224,7 @@ class StagedFile:
             self._memory.grow(nbytes)
         if nbytes > self._memory.nbytes and self._fd < 0:
             self._fd, path = tempfile.mkstemp(prefix="smb-staged-", dir=self._directory)
-            # When nobody holds it any more: a read by another thread must not find the number with another file.
+            # Closed when nobody holds it any more: a read by another thread must not use the number after it belongs to
+            # another file.
             weakref.finalize(self, os.close, self._fd)
             Path(path).unlink()

@@ -1,6 +1,6 @@
-"""Names of buffers on their way to a name, or without one: in a folder PRIVATE, which is not shown.
+"""Private names of buffers that are being made or were replaced: in a folder PRIVATE, which is not shown.
 
-It is in the namespace of the file in question: who may use the one may use the other, and its quota counts both.
+The folder lies in the namespace of the file in question, so the same clients may use both, and one quota counts both.
 """
 
 from __future__ import annotations
@@ -23,26 +23,29 @@ from smb.files.formats import FileSpec
 from smb.files.names import PRIVATE, private_of
 
 _AGAIN_FIRST_S, _AGAIN_MAX_S = 0.1, 0.5
-_SPACE_DIGITS = 16  # of the digest that names a boot and a PID namespace: names have to be short
+_SPACE_DIGITS = 16  # digits of the digest that identifies a boot and a PID namespace; short, since names are limited
 
 _log = logging.getLogger("smb")
 
 
 def private_name(name: str, rest: str = "") -> str:
-    """Return a private name for what is to be, or was, called `name`: with that `rest`, by default one that nobody else
-    uses and that says whose it is (left_by_dead).
+    """Return a private name for a buffer that will be, or was, called `name`.
+
+    Its last part is `rest`; by default a unique one that names its process (left_by_dead).
     """
     return f"{private_of(name)}/{rest or f'{_process_start()}{os.getpid()}-{secrets.token_hex(8)}'}"
 
 
 def create(client: Client, name: str, spec: FileSpec, replicas: int = 1) -> Buffer:
-    """Make the buffer that a file becomes, under a name that nobody else uses. If servers are away, it waits for them
-    as calls on buffers do, for the client's timeout. Raises as Client.create.
+    """Create the buffer that a file becomes, under a name that nobody else uses.
+
+    While servers are away this waits for them, as calls on buffers do, for the client's timeout. Raises as
+    Client.create.
     """
     end = time.monotonic() + client.timeout
     backoff = Backoff(_AGAIN_FIRST_S, _AGAIN_MAX_S, lambda: end - time.monotonic())
     metadata = spec.metadata or None
-    asked = False  # before: it may have been made, and the answer lost
+    asked = False  # set before the call: it may have been made, and the answer lost
     while True:
         try:
             if spec.tensors is not None:
@@ -56,24 +59,27 @@ def create(client: Client, name: str, spec: FileSpec, replicas: int = 1) -> Buff
 
 
 def sweep(client: Client, buffer: str | Buffer) -> None:
-    """Delete what is not needed any more. If that fails it is logged: what was done, or failed before, is told."""
+    """Delete a buffer that is not needed any more. A failure is only logged, since the caller's own result matters
+    more.
+    """
     try:
         client.delete(buffer, missing_ok=True)
     except Error as error:
         name = buffer if isinstance(buffer, str) else buffer.name
-        _log.warning("buffer %r is left over; delete it: %s", name, error)
+        _log.warning("buffer %r is left over and should be deleted: %s", name, error)
 
 
 def left_by_dead(name: str) -> bool:
-    """Whether it is a private name that a process of this machine, this boot and this PID namespace made, which is
-    dead. Of all others nobody here knows: their files may be on their way.
+    """Return True for a private name that was made by a dead process of this machine, boot and PID namespace.
+
+    Of other names nothing is known here: their files may still be in progress.
     """
     _, private, rest = name.rpartition(f"{PRIVATE}/")
     owner = rest.removeprefix(_process_start()).split("-")[0]
     if not private or not boot_id() or not rest.startswith(_process_start()) or not owner.isdigit():
         return False
     try:
-        os.kill(int(owner), 0)  # of our namespace; /proc may be of another one
+        os.kill(int(owner), 0)  # of this process's PID namespace; /proc may show another one
     except ProcessLookupError:
         return True
     except (OSError, OverflowError):
@@ -83,7 +89,7 @@ def left_by_dead(name: str) -> bool:
 
 def _process_start() -> str:
     host = re.sub(r"[^A-Za-z0-9.-]", "", socket.gethostname())
-    # Process ids count within their namespace; two containers of one host may have the same host's name. The first
-    # namespace has one number on every host, and hosts may have one name: a boot's id is of one host alone.
+    # Process ids count within their PID namespace, and two containers of one host may have the same host name. The
+    # initial namespace has the same number on every host, and hosts may share a name; a boot's id is unique.
     space = f"{boot_id()} {Path('/proc/self/ns/pid').stat().st_ino}"
     return f"{host}-{hashlib.sha256(space.encode()).hexdigest()[:_SPACE_DIGITS]}-"

@@ -179,7 +179,7 @@ def test_a_restore_is_one_processes(client: smb.Client, tmp_path: Path) -> None:
 
     def second(_done: int, _total: int) -> None:
         if not again:
-            with pytest.raises(smb.Error, match="another process is at it") as caught:
+            with pytest.raises(smb.Error, match="another process is restoring it") as caught:
                 copying.restore(client, path, "w")
             again.append(str(caught.value))
 
@@ -425,7 +425,7 @@ def test_the_commands(
     assert np.array_equal(client.open("r").read(), values)
     for words, said in (
         (("restore", tmp_path / "w.npy", "r"), "exists"),
-        (("restore", tmp_path / "nobody", "x"), "there is no file"),
+        (("restore", tmp_path / "nobody", "x"), "does not exist"),
         (("cp", "nobody", "x"), "nobody"),
         (("cp", "r", tmp_path / "w.npy"), "--replace"),
     ):
@@ -433,7 +433,7 @@ def test_the_commands(
         assert said in told
         assert told.count("\n") == 1, "no progress bar of what was refused"
     monkeypatch.chdir(tmp_path)
-    assert "the file of that name is ./w.npy" in command("cp", "w.npy", "x", fails=True)
+    assert "for the file of that name write ./w.npy" in command("cp", "w.npy", "x", fails=True)
 
 
 def holders(client: smb.Client) -> list[str]:
@@ -474,7 +474,7 @@ def test_where_only_one_server_is_one_copy_is_enough() -> None:
     with smb.LocalCluster(servers=2, capacity="8MiB") as cluster, smb.connect(cluster.address) as client:
         client.create("w", 1000, replicas=2).fill(1)
         with smb.LocalCluster(servers=1, capacity="8MiB") as other, smb.connect(other.address, timeout=1) as there:
-            with pytest.raises(smb.UnavailableError, match="one is enough with --replicas 1"):
+            with pytest.raises(smb.UnavailableError, match="for one copy pass --replicas 1"):
                 copying.copy_buffer(client, "w", there, "w")
             assert copying.copy_buffer(client, "w", there, "w", replicas=1).read().sum() == 1000
             assert holders(there) == ["w"]
@@ -508,7 +508,7 @@ def test_a_snapshot_where_the_servers_make_no_copy(
         client.open("w").write(-values)
         assert beginnings(lambda progress: copying.snapshot(client, "w", path, progress=progress)) == 0
         assert np.array_equal(np.load(path), -values)
-        assert "snapshot of 'w': the servers make no copy of it" in caplog.text
+        assert "snapshot of 'w': the servers cannot copy it" in caplog.text
         assert holders(client) == before
         assert np.array_equal(copying.copy_buffer(client, "w", client, "w2").read(), -values)
         copying.snapshot(client, "w", path, lock=True)

@@ -478,7 +478,7 @@ def test_the_command_in_the_background(cluster: smb.LocalCluster, client: smb.Cl
     assert names(files) == ["w.npy"]
     assert [info.name for info in client.list()] == ["w"], "what a dead process of this host left half done"
     again = run_smb("mount", files, variables=where)
-    assert (again.returncode, "mounted already" in again.stderr) == (1, True)
+    assert (again.returncode, "already mounted" in again.stderr) == (1, True)
     (pid,) = _servers_of(files)
     os.kill(pid, signal.SIGKILL)
     wait_for(lambda: _stale(files), "stale mount")
@@ -489,11 +489,11 @@ def test_the_command_in_the_background(cluster: smb.LocalCluster, client: smb.Cl
     assert names(files) == []
     (spaced := tmp_path / "with a space").mkdir()
     assert run_smb("mount", spaced, variables=where).returncode == 0
-    assert "mounted already" in run_smb("mount", spaced, variables=where).stderr
+    assert "already mounted" in run_smb("mount", spaced, variables=where).stderr
     assert run_smb("umount", spaced).returncode == 0
     assert f"no cluster is mounted at {spaced}" in run_smb("umount", spaced).stderr
     for arguments, variables, said in (
-        (("mount", tmp_path / "nobody"), where, "there is no directory"),
+        (("mount", tmp_path / "nobody"), where, "does not exist; create it first"),
         (("mount", files), {"SMB_COORDINATOR": "127.0.0.1:1"}, "no coordinator"),
     ):
         done = run_smb(*arguments, variables=variables)

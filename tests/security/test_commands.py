@@ -68,7 +68,7 @@ def test_a_reader_takes_snapshots(run_as: Run, connect_as: Any, tmp_path: Path) 
     assert np.load(tmp_path / "v.npy").tolist() == [5, 5, 5, 5]
     code, said = run_as("reader-of-team", "snapshot", "team/w", str(tmp_path / "locked.npy"), "--lock")
     assert code == 1
-    assert "snapshot of 'team/w' under its lock: who may not change it can't take that" in said
+    assert "snapshot of 'team/w': only clients that may change a buffer can take its lock" in said
     assert not (tmp_path / "locked.npy").exists()
     assert {buffer.name for buffer in everybody.list()} == {"team/v", "team/w"}
 
