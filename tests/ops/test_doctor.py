@@ -167,7 +167,7 @@ def test_without_an_address_it_looks_at_a_cluster_on_this_machine(monkeypatch: p
                 checks = {finding["check"] for finding in shown["findings"]}
                 assert (code, "server server-0 over shm" in checks) == (0, True), shown
         answer = CliRunner().invoke(app, ["doctor"])
-        assert f"no cluster was looked at: nobody listens at {nobody}" in answer.stdout
+        assert f"no cluster was checked: nobody listens at {nobody}" in answer.stdout
 
 
 def test_a_coordinator_that_does_not_answer_is_a_finding() -> None:

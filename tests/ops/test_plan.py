@@ -113,22 +113,28 @@ def test_a_cluster_is_measured() -> None:
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
-        ((str(SPEC),), "what network? Tell --link, such as 10Gbit"),
-        ((str(SPEC), "--coordinator", "127.0.0.1:1", "--rtt", "1ms"), "--server-link and --rtt go with --link"),
-        ((str(SPEC), "--link", "fast"), "'fast' is no rate of a link"),
-        ((str(SPEC), *LINK, "--rtt", "20"), "'20' is no time"),
-        ((str(SPEC), *LINK, "--servers", "none"), "--servers none: a number from 1 on, or 'workers'"),
+        ((str(SPEC),), "pass --link, such as 10Gbit"),
+        ((str(SPEC), "--coordinator", "127.0.0.1:1", "--rtt", "1ms"), "--server-link and --rtt need --link"),
+        (
+            (str(SPEC), "--link", "fast"),
+            "a link's rate must be in bits a second, such as 10Gbit or 400Mbit, not 'fast'",
+        ),
+        ((str(SPEC), *LINK, "--rtt", "20"), "such as 20ms or 50us, not '20'"),
+        ((str(SPEC), *LINK, "--servers", "none"), "--servers must be a positive integer or 'workers', not none"),
         ((str(SPEC), *LINK, "--workers", "1,,2"), "--workers 1,,2: numbers from 1"),
         ((str(SPEC), *LINK, "--workers", "0"), "--workers 0: numbers from 1"),
-        ((str(SPEC), *LINK, "--schemes", "adam"), "no scheme 'adam' is planned; there are: bsp, asp"),
+        ((str(SPEC), *LINK, "--schemes", "adam"), "unknown scheme 'adam'; known are bsp, asp"),
         ((str(SPEC), *LINK, "--wire", "int3"), "wire='int3' is none of exact"),
         ((str(SPEC), *LINK, "--step-wire", "int3"), "step_wire must be one of exact"),
         ((str(SPEC), *LINK, "--fragments", "51"), "fragments must be a whole number from 1 to every=50"),
-        ((str(SPEC), *LINK, "--fragments", "2", "--schemes", "bsp,asp"), "are of diloco, which --schemes leaves out"),
+        (
+            (str(SPEC), *LINK, "--fragments", "2", "--schemes", "bsp,asp"),
+            "are settings of diloco, which --schemes does not include",
+        ),
         ((str(SPEC), *LINK, "--batch", "8", "--global-batch", "8"), "not both"),
-        (("model.txt", *LINK), "model.txt: neither a script (.py) nor a spec (.toml, .json)"),
+        (("model.txt", *LINK), "model.txt must be a script (.py) or a spec (.toml, .json)"),
         (("no.toml", *LINK), "no.toml: No such file"),
-        (("no.py", *LINK), "no.py: no such file"),
+        (("no.py", *LINK), "no.py does not exist"),
     ],
 )
 def test_wrong_usage(arguments: tuple[str, ...], error: str) -> None:

@@ -108,9 +108,9 @@ def _say(shell: str, *words: str, **variables: str) -> subprocess.CompletedProce
 @pytest.mark.parametrize(
     ("shell", "variables", "told"),
     [
-        ('"$@" >/dev/full', {}, "the output can't be written: No space left on device"),
-        ('"$@" >&-', {}, "the output can't be written: standard output is closed"),
-        ('"$@"', {"PYTHONIOENCODING": "ascii"}, "the output can't be written: ascii has no U+00FC; "),
+        ('"$@" >/dev/full', {}, "cannot write the output: No space left on device"),
+        ('"$@" >&-', {}, "cannot write the output: standard output is closed"),
+        ('"$@"', {"PYTHONIOENCODING": "ascii"}, "cannot write the output: ascii cannot encode U+00FC; "),
     ],
 )
 def test_output_that_cannot_be_written(

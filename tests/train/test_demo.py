@@ -124,7 +124,7 @@ def test_command_passes_the_scheme_and_its_settings_on(
     capsys.readouterr()
     for wrong, says in (
         (("--scheme", "nonsense"), "no scheme 'nonsense'"),
-        (("--set", "every"), "not NAME=VALUE"),
+        (("--set", "every"), "takes NAME=VALUE"),
         (("--set", "pigeons=3"), "pigeons"),
     ):
         assert _exit_code(monkeypatch, "demo", *wrong) == 2

@@ -1,4 +1,4 @@
-"""How fast a buffer is, beside the limit that memory or a bare socket sets, measured in the same run."""
+"""Measures how fast a buffer is, beside the limit of the memory or of a bare socket in the same run."""
 
 from smb.tools.bench.measure import Measurement
 from smb.tools.bench.run import BenchConfig, run_bench

@@ -1,5 +1,4 @@
-"""The limits that nothing can beat: one pass of the processor over shared memory, or a bare socket that moves the same
-bytes."""
+"""The physical limits: one pass of the processor over shared memory, or a bare socket that moves the same bytes."""
 
 from __future__ import annotations
 
@@ -21,17 +20,17 @@ Contenders = dict[str, Callable[[], object]]
 Array = NDArray[np.float32]
 
 
-# (operation, private array, stack that closes what is opened) -> what to call for one round; empty: nothing comparable.
+# (operation, private array, stack that closes what is opened) -> calls for one round; empty if nothing is comparable.
 Limit = Callable[[str, Array, ExitStack], Contenders]
 
 
 def no_limit(*_: object) -> Contenders:
-    """Return nothing: for servers on other hosts, whose memory and network this process can't measure alone."""
+    """Return no limit: for servers on other hosts, whose memory and network this process cannot measure alone."""
     return {}
 
 
 def memory_limit(operation: str, array: Array, _stack: ExitStack) -> Contenders:
-    """Return one copy between array and a tmpfs file, or one in-place addition there; nothing for fetch_add."""
+    """Return one copy between the array and a tmpfs file, or one in-place addition there; nothing for fetch_add."""
     shared = _shared_array(array.size)
     calls: dict[str, Contenders] = {
         "write": {"memcpy": lambda: np.copyto(shared, array)},
@@ -42,13 +41,15 @@ def memory_limit(operation: str, array: Array, _stack: ExitStack) -> Contenders:
 
 
 class SocketLimit:
-    """A blocking TCP socket on loopback to a peer process at this address."""
+    """A blocking TCP socket on loopback to the peer process at this address."""
 
     def __init__(self, address: tuple[str, int]) -> None:
         self._address = address
 
     def __call__(self, operation: str, array: Array, stack: ExitStack) -> Contenders:
-        """Return one round with the peer; for accumulate two, adding when all has arrived and adding piece by piece."""
+        """Return one round with the peer. For accumulate, return two: one adds when all bytes have arrived, one adds
+        piece by piece.
+        """
         if operation == "read":
             return {"bare socket": self._pending(array, stack)}
         if operation != "accumulate":  # for fetch_add too: 8 bytes there, an answer back
@@ -85,7 +86,7 @@ class SocketLimit:
 
 @contextmanager
 def socket_limit() -> Iterator[SocketLimit]:
-    """Start the peer process; it ends with the context."""
+    """Start the peer process, which ends with the context."""
     with subprocess.Popen(  # noqa: S603 - our own interpreter and module
         python_c("from smb.tools.bench.peer import main; main()"),
         stdin=subprocess.PIPE,
@@ -108,7 +109,7 @@ def _expect(answered: bool) -> None:
 
 
 def _shared_array(count: int) -> Array:
-    """Return float32 ones, shape (count,), in a tmpfs file that nobody else can name."""
+    """Return float32 ones, shape (count,), in an unnamed tmpfs file."""
     with tempfile.TemporaryFile(dir="/dev/shm") as file:
         file.truncate(count * 4)
         array: Array = np.frombuffer(mmap.mmap(file.fileno(), count * 4), dtype=np.float32)

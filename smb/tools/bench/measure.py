@@ -1,4 +1,4 @@
-"""Timing of several ways to do the same thing, interleaved, so that a drift of the machine hits all of them alike."""
+"""Times several ways to do the same thing, interleaved, so that a drift of the machine affects all of them alike."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-# Exact sums: the patterns' values stay below 2^11, so that 4000 accumulates of them stay below 2^24.
+# Keeps sums exact: the patterns' values stay below 2^11, so 4000 accumulates of them stay below 2^24.
 ROUNDS_MAX = 4000
 ROUNDS_MIN = 5
 WARM_UP_ROUNDS = 3
@@ -18,10 +18,10 @@ WARM_UP_ROUNDS = 3
 
 @dataclass(frozen=True)
 class Measurement:
-    """One line of the benchmark: an operation on so many bytes over one transport.
+    """One line of the benchmark: an operation on `nbytes` bytes over one transport.
 
-    limit names what ours is compared with, and limit_p50_seconds is its median time; both None if nothing is
-    comparable. ratio is limit_p50_seconds / p50_seconds: 1 means as fast as the limit.
+    `limit` names what the buffer is compared with, and limit_p50_seconds is that limit's median time; both are None if
+    nothing is comparable. `ratio` is limit_p50_seconds / p50_seconds: 1 means as fast as the limit.
     """
 
     transport: str
@@ -35,16 +35,16 @@ class Measurement:
 
     @property
     def bytes_per_second(self) -> float:
-        """At the median."""
+        """Speed at the median time."""
         return self.nbytes / self.p50_seconds
 
     @property
     def ratio(self) -> float | None:
-        """Our speed as a share of the limit's."""
+        """The buffer's speed as a fraction of the limit's."""
         return None if self.limit_p50_seconds is None else self.limit_p50_seconds / self.p50_seconds
 
     def to_json(self) -> dict[str, Any]:
-        """Return all fields and the computed ones."""
+        """Return all fields and computed values."""
         return asdict(self) | {"bytes_per_second": self.bytes_per_second, "ratio": self.ratio}
 
 
@@ -70,7 +70,7 @@ def time_interleaved(contenders: Mapping[str, Callable[[], object]], seconds: fl
 def summarize(
     transport: str, operation: str, nbytes: int, times: Mapping[str, NDArray[np.float64]], ours: str
 ) -> Measurement:
-    """Return the line for contender `ours`; the fastest of the others, by median, is the limit."""
+    """Return the line for contender `ours`. The limit is the fastest of the other contenders, by median."""
     medians = {name: float(np.median(values)) for name, values in times.items()}
     own = times[ours]
     limit = min((name for name in times if name != ours), key=medians.__getitem__, default=None)

@@ -1,9 +1,9 @@
-"""The other end of a bare socket: the fastest that two processes can be over TCP, with nothing of ours in between.
+"""The other end of a bare socket: the fastest that two processes can be over TCP without this project's code.
 
 main() prints its port and serves until stdin closes.
 
-A connection begins with what it is for (PLAN: mode, bytes); then every round is nothing but the bytes and a 1-byte
-answer (or, for a read, a 1-byte question and the bytes).
+A connection begins with its purpose (PLAN: mode, bytes). After that, each round consists of the bytes and a 1-byte
+answer (for a read, a 1-byte question and the bytes).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _BYTE = b"\1"
 
 
 def receive_into(connection: socket.socket, view: memoryview) -> bool:
-    """Fill view from the connection; False if it ended before."""
+    """Fill `view` from the connection; False if the connection ended early."""
     received = 0
     while received < len(view):
         count = connection.recv_into(view[received:])
@@ -35,7 +35,7 @@ def receive_into(connection: socket.socket, view: memoryview) -> bool:
 
 
 def serve(listener: socket.socket) -> None:
-    """Serve every connection in a thread of its own, for good."""
+    """Serve every connection on a thread of its own, for ever."""
     while True:
         connection, _ = listener.accept()
         threading.Thread(target=_serve_connection, args=(connection,), daemon=True).start()
@@ -50,7 +50,7 @@ def _serve_connection(connection: socket.socket) -> None:
 
 
 def _answer(connection: socket.socket, mode: int, nbytes: int) -> None:
-    # Ones, not zeros: pages that were never written would all be the same one.
+    # Ones, not zeros: all pages that were never written would be one and the same page.
     target: NDArray[np.float32] = np.ones(nbytes // 4, dtype=np.float32)
     if mode == READ:
         question = memoryview(bytearray(1))

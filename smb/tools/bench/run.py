@@ -1,4 +1,4 @@
-"""The benchmark: every operation, size and transport beside its limit, on a cluster of its own or one that runs."""
+"""The benchmark: every operation, size and transport beside its limit, on a cluster of its own or a running one."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _OPERATIONS = ("write", "read", "accumulate")
 
 @dataclass(frozen=True)
 class BenchConfig:
-    """The plan of a measurement: sizes in bytes (multiples of 4), seconds for every line, number of memory servers.
+    """What to measure: sizes in bytes (multiples of 4), seconds for every line, number of memory servers.
 
-    coordinator None: a cluster of real daemons on loopback, for the time of the benchmark. Raises InvalidArgumentError
-    for sizes that are no whole number of float32 elements.
+    With coordinator None, a cluster of real daemons on loopback runs for the time of the benchmark. Raises
+    InvalidArgumentError for sizes that are not whole float32 elements.
     """
 
     transports: tuple[str, ...] = ("shm", "tcp")
@@ -42,16 +42,19 @@ class BenchConfig:
         for size in self.sizes:
             if size <= 0 or size % ITEM_BYTES:
                 raise InvalidArgumentError(
-                    f"size {size}: must be a multiple of {ITEM_BYTES} bytes, one float32, above 0"
+                    f"sizes must be positive multiples of {ITEM_BYTES} bytes (one float32), not {size}"
                 )
         if not self.sizes or not self.transports or self.seconds <= 0 or self.servers <= 0:
-            raise InvalidArgumentError("sizes, transports, seconds and servers must not be empty or 0")
+            raise InvalidArgumentError(
+                "sizes and transports must not be empty, and seconds and servers must be positive"
+            )
 
 
 def run_bench(config: BenchConfig, on_line: Callable[[Measurement], None] | None = None) -> list[Measurement]:
     """Measure everything; on_line is called after each line. Blocks, about `seconds` times the number of lines.
 
-    Raises Error where the bytes in a buffer are not what was written or added: a benchmark of wrong results is none.
+    Raises Error if a buffer does not contain the bytes that were written or added: the speed of wrong results is
+    worthless.
     """
     _check_override(config.transports)
     lines = []
@@ -66,7 +69,7 @@ def run_bench(config: BenchConfig, on_line: Callable[[Measurement], None] | None
 
 
 def _check_override(transports: tuple[str, ...]) -> None:
-    """Refuse to measure one transport under another's name: the variable would win in smb.connect."""
+    """Raise InvalidArgumentError if SMB_TRANSPORT would replace the transports to measure in smb.connect."""
     forced = find("client.transport")
     if forced and any(transport != forced.text for transport in transports):
         raise InvalidArgumentError(
@@ -79,7 +82,7 @@ def _cluster(config: BenchConfig) -> Iterator[str]:
     if config.coordinator is not None:
         yield config.coordinator
         return
-    # Twice the largest buffer over all: placement is never the bottleneck, and headers find room.
+    # Twice the largest buffer in all: placement is never the bottleneck, and headers find room.
     capacity = 2 * max(config.sizes) // config.servers + (32 << 20)
     with smb.LocalCluster(servers=config.servers, capacity=capacity) as cluster:
         yield cluster.address
@@ -87,8 +90,10 @@ def _cluster(config: BenchConfig) -> Iterator[str]:
 
 @contextmanager
 def _limit(client: smb.Client, transport: str) -> Iterator[Limit]:
-    """The limit to compare with: memory for shm, a bare socket for tcp on loopback. None for RDMA (perftest is a
-    program of its own), other hosts or a mix."""
+    """Yield the limit to compare with: memory for shm, a bare socket for tcp on loopback.
+
+    There is none for RDMA (perftest is a separate program), for other hosts and for a mix.
+    """
     if transport == "auto":
         with _temporary_buffer(client, 1, "float32", servers=None) as probe:
             reached = set(probe.transports)
@@ -128,7 +133,9 @@ def _measure_transport(client: smb.Client, config: BenchConfig, limit: Limit) ->
 
 
 def _server_count(config: BenchConfig, size: int) -> int | None:
-    """All servers of our own cluster where a buffer has a stripe for each; placement decides on others'."""
+    """Return all servers of the benchmark's own cluster if a buffer has a stripe for each. In other clusters placement
+    decides.
+    """
     stripe_bytes = 1 << 20
     return config.servers if config.coordinator is None and size >= stripe_bytes * config.servers else None
 
@@ -144,7 +151,7 @@ def _measure_array(buffer: smb.Buffer, operation: str, limit: Limit, seconds: fl
         "accumulate": lambda: buffer.accumulate(array),
     }
     calls = _Counted(ours[operation])
-    # The limit's reads go elsewhere: what is checked below must have come from the buffer.
+    # The limit's reads use another array: the values checked below must have come from the buffer.
     limit_array = np.ones_like(array) if operation == "read" else array
     with ExitStack() as stack:
         contenders: Contenders = {_OURS: calls, **limit(operation, limit_array, stack)}
@@ -167,7 +174,7 @@ def _measure_fetch_add(counter: smb.Buffer, limit: Limit, seconds: float) -> Mea
 
 
 def _way(buffer: smb.Buffer) -> str:
-    """The transports that the buffer is really reached over: what "auto" chose."""
+    """Return the transports over which the buffer is actually reached: those that "auto" chose."""
     return "+".join(buffer.transports)
 
 
@@ -184,7 +191,7 @@ class _Counted:
 
 
 def _pattern(count: int) -> Array:
-    """Return whole numbers below 2^11, shape (count,), that depend on the position with no short period."""
+    """Return integers below 2^11, shape (count,), that depend on the position without a short period."""
     positions = np.arange(count, dtype=np.uint32)
     positions *= np.uint32(2654435761)  # Knuth's multiplicative hash
     return (positions >> np.uint32(21)).astype(np.float32)

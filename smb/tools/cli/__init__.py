@@ -1,6 +1,7 @@
-"""The command line: `smb`. One command a file."""
+"""The command line: `smb`. Each command has a file."""
 
 import os
 
-# Read as gRPC is imported: without it, lines of its C library stand before our own sentence, which says the same.
+# Set before gRPC is imported: otherwise its C library prints lines before the command's own message, which says the
+# same.
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")

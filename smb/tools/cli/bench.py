@@ -1,4 +1,4 @@
-"""`smb bench`: how fast, beside what nothing can beat."""
+"""`smb bench`: speed beside the physical limit."""
 
 from __future__ import annotations
 
@@ -73,14 +73,14 @@ def bench(
 def _check_transports(names: Sequence[str]) -> tuple[str, ...]:
     for name in names:
         if name not in TRANSPORTS:
-            raise typer.BadParameter(f"transport {name!r} is unknown; there are: {', '.join(TRANSPORTS)}")
+            raise typer.BadParameter(f"unknown transport {name!r}; known are {', '.join(TRANSPORTS)}")
     return tuple(dict.fromkeys(names))
 
 
 def _run_and_show(config: BenchConfig) -> None:
     from smb.tools.bench import run_bench
 
-    # Shown on a terminal only; the table comes at the end, its columns aligned over all lines.
+    # Shown on a terminal only. The table comes at the end, with its columns aligned over all lines.
     with console(stderr=True).status("starting the cluster") as waiting:
 
         def show(line: Measurement) -> None:

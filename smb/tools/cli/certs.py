@@ -1,4 +1,4 @@
-"""`smb certs DIR`: a certificate authority and a working set of certificates, for a lab."""
+"""`smb certs DIR`: a certificate authority and a working set of certificates for a lab."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ if TYPE_CHECKING:
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _ARGUMENTS = "smb.certs.arguments"
-_SERVERS = ("server-0", "server-1")  # as `smb up` calls them
+_SERVERS = ("server-0", "server-1")  # the names that `smb up` gives
 
 
 class InOrder(Command):
-    """Keeps the arguments as they came: which --namespace is whose is a matter of their order."""
+    """Keeps the arguments in their order, which decides to whom a --namespace belongs."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Take note of them, then parse."""
+        """Store the arguments, then parse them."""
         ctx.meta[_ARGUMENTS] = list(args)
         return super().parse_args(ctx, args)
 
 
 def limits_of(arguments: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """Return the namespaces of each --client and --reader: those that follow it, and others right before or after it.
+    """Return the namespaces of each --client and --reader: a --namespace applies to all of these directly before it.
 
-    Raises InvalidArgumentError for a --namespace before any of them, and for a name that is given twice.
+    Raises InvalidArgumentError for a --namespace before any of them, and for a repeated name.
     """
     limits: dict[str, tuple[str, ...]] = {}
-    named: list[str] = []  # since the last --namespace
+    named: list[str] = []  # names since the last --namespace
     limited = False
     words = iter(arguments)
     for word in words:
@@ -49,12 +49,14 @@ def limits_of(arguments: Sequence[str]) -> dict[str, tuple[str, ...]]:
             if limited:
                 named, limited = [], False
             if value in limits:
-                raise InvalidArgumentError(f"{flag} {value}: that name is given twice; each is one certificate")
+                raise InvalidArgumentError(
+                    f"{flag} {value}: this name was given twice; each name stands for one certificate"
+                )
             limits[value] = ()
             named.append(value)
             continue
         if not named:
-            raise InvalidArgumentError(f"--namespace {value} limits the --client or --reader before it: there is none")
+            raise InvalidArgumentError(f"--namespace {value} must follow the --client or --reader that it limits")
         limited = True
         for name in named:
             limits[name] += (value,)
@@ -62,7 +64,7 @@ def limits_of(arguments: Sequence[str]) -> dict[str, tuple[str, ...]]:
 
 
 def _may(holder: Holder) -> str:
-    """Return a certificate's description for people."""
+    """Return a description of a certificate's rights."""
     does = _DOES[holder.role.value]
     if holder.role.value == "server":
         return does.format(holder.name)
@@ -125,7 +127,7 @@ def certs(
     with usage_errors():
         for name in (*(server or ()), *(client or ()), *(reader or ()), *(namespace or ())):
             if not _NAME.fullmatch(name) or name in ("ca", ".", ".."):
-                raise InvalidArgumentError(f'"{name}" is no name: use 1 to 64 characters of A-Z a-z 0-9 . _ -')
+                raise InvalidArgumentError(f'a name must have 1 to 64 characters of A-Z a-z 0-9 . _ -, not "{name}"')
         limits = limits_of(context.meta[_ARGUMENTS])
     holders = [
         *(Holder(role, "") for role in (Role.COORDINATOR, Role.CLIENT, Role.READER, Role.OPERATOR)),

@@ -1,4 +1,4 @@
-"""`smb config`: what is in force, and where each setting stands."""
+"""`smb config`: the settings in force, and the source of each."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def config(
     from smb.config.settings import SECTIONS, SETTINGS, find, nearest, strangers
 
     if section and section not in SECTIONS:
-        raise typer.BadParameter(f"there is no section {section!r}; there are {', '.join(SECTIONS)}")
+        raise typer.BadParameter(f"unknown section {section!r}; known are {', '.join(SECTIONS)}")
     wrong = []
     shown = []
     for setting in SETTINGS.values():
@@ -49,7 +49,7 @@ def config(
         shown.append(entry | {"value": value, "from": found.where if found else "default"})
     for variable in strangers():
         meant = nearest(variable)
-        wrong.append(f"{variable} is set, and no setting" + (f"; did you mean {meant}?" if meant else ""))
+        wrong.append(f"{variable} is set but is not a setting" + (f"; did you mean {meant}?" if meant else ""))
     if as_json:
         print_json({"settings": shown, "wrong": wrong})
     else:

@@ -1,4 +1,4 @@
-"""How a command gets to its cluster."""
+"""Connections of commands to their cluster."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ if TYPE_CHECKING:
 
 @contextmanager
 def connect(coordinator: str | None) -> Iterator[Client]:
-    """Connect to the coordinator for the length of one command.
+    """Connect to the coordinator for the duration of one command.
 
-    Without an address it is $SMB_COORDINATOR's, else 127.0.0.1:7070. Raises UnavailableError if nobody answers
-    there.
+    The default address is $SMB_COORDINATOR, else 127.0.0.1:7070. Raises UnavailableError if nobody answers there.
     """
     import smb
 
@@ -26,9 +25,9 @@ def connect(coordinator: str | None) -> Iterator[Client]:
 
 @contextmanager
 def coordinator_at(address: str | None) -> Iterator[Coordinator]:
-    """Speak to the coordinator without becoming one of its clients, for the length of one command.
+    """Call the coordinator without becoming one of its clients, for the duration of one command.
 
-    Without an address it is 127.0.0.1:7070.
+    The default address is 127.0.0.1:7070.
     """
     from smb.config.parse import parse_addresses
     from smb.config.settings import DEFAULT_COORDINATOR

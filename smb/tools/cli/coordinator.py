@@ -1,4 +1,4 @@
-"""`smb coordinator`: the daemon that knows names, layouts and who is alive."""
+"""`smb coordinator`: the daemon that knows names, layouts and which parts are alive."""
 
 from __future__ import annotations
 

@@ -46,8 +46,8 @@ def snapshot(
     with connect(coordinator) as client, _progress(f"{name} -> {file}", quiet) as progress:
         if "smb.train" in client.open(name).metadata:
             raise Error(
-                f"snapshot of {name!r}: it is a training, whose weights are no training without the rest: use `smb "
-                f"train save {name} {file}`, whose files safetensors opens too"
+                f"snapshot of {name!r}: the buffer has the weights of a training, and would lose the rest: use `smb "
+                f"train save {name} {file}`, whose files safetensors can open, too"
             )
         copying.snapshot(client, name, file, lock=lock, progress=progress)
 
@@ -93,7 +93,7 @@ def cp(
 
     from_file, to_file = _is_file(source), _is_file(target)
     if from_file and to_file:
-        raise typer.BadParameter("both are files of this host; cp does that")
+        raise typer.BadParameter("both are files of this host; use cp for them")
     with ExitStack() as stack:
         progress = stack.enter_context(_progress(f"{source} -> {target}", quiet))
         if from_file:
@@ -104,7 +104,7 @@ def cp(
         client, name = _at(stack, source, coordinator)
         if to_file:
             if Path(target).exists() and not replace:
-                raise Error(f"{target} exists; pass --replace")
+                raise Error(f"{target} exists; pass --replace to overwrite it")
             copying.snapshot(client, name, Path(target), progress=progress)
             return
         there, new_name = _at(stack, target, coordinator, client)
@@ -113,7 +113,7 @@ def cp(
         except NotFoundError as error:
             if not Path(source).is_file():
                 raise
-            raise NotFoundError(f"{error}; the file of that name is ./{source}") from None
+            raise NotFoundError(f"{error}; for the file of that name write ./{source}") from None
 
 
 def _is_file(word: str) -> bool:
@@ -122,7 +122,7 @@ def _is_file(word: str) -> bool:
 
 def _check_file(file: Path) -> None:
     if not file.is_file():
-        raise Error(f"there is no file {file}")
+        raise Error(f"file {file} does not exist")
 
 
 def _at(stack: ExitStack, word: str, coordinator: str | None, known: Client | None = None) -> tuple[Client, str]:
@@ -145,7 +145,7 @@ def _progress(what: str, quiet: bool) -> Iterator[Callable[[int, int], None]]:
     task = bar.add_task(what, total=None)
 
     def show(done: int, total: int) -> None:
-        bar.start()  # now, and not before: nothing is shown of what is refused, or copied by the servers
+        bar.start()  # not before: nothing is shown for a call that is refused, or copied by the servers
         bar.update(task, completed=done, total=total)
 
     try:

@@ -75,7 +75,7 @@ def create(
     from smb.tools.cli.describe import buffer_json, format_shape, server_names
 
     if shape is None and like is None and state_of is None:
-        raise typer.BadParameter("of which shape? Write --shape 1000,1000, or --like another buffer")
+        raise typer.BadParameter("pass --shape, e.g. 1000,1000, or --like another buffer")
     extents = _parse_shape(shape) if shape is not None else None
     stripe_bytes = None if stripe is None else parse_size(stripe)
     with connect(coordinator) as client:
@@ -84,7 +84,7 @@ def create(
                 name, extents, dtype, servers=servers, stripe=stripe_bytes, replicas=replicas, versions=versions,
                 like=like, state_of=state_of, wire=wire, exist_ok=exist_ok,
             )  # fmt: skip
-        except AlreadyExistsError as error:  # advises in Python's words
+        except AlreadyExistsError as error:  # its advice is in Python's terms
             raise AlreadyExistsError(str(error).replace("exist_ok=True", "--exist-ok")) from None
         if as_json:
             print_json(buffer_json(buffer))
@@ -100,4 +100,4 @@ def _parse_shape(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(extent) for extent in text.replace("x", ",").split(","))
     except ValueError:
-        raise typer.BadParameter(f"{text!r} is no shape; write the extents, e.g. --shape 1000,1000") from None
+        raise typer.BadParameter(f"--shape takes extents, as in --shape 1000,1000, not {text!r}") from None

@@ -1,4 +1,4 @@
-"""`smb demo`: a real network trained through one shared buffer, before your eyes."""
+"""`smb demo`: a real network trained through one shared buffer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from smb.tools.demo import DemoConfig, DemoResult
 
-_INTERRUPTED = 130  # the exit code, as of a shell's command that SIGINT ended
+_INTERRUPTED = 130  # exit code of a command that SIGINT ended
 
 
 def demo(
@@ -80,7 +80,7 @@ def demo(
     with interrupted_once():
         try:
             result = _run(config, quiet=as_json)
-        except KeyboardInterrupt:  # before there was anything to show
+        except KeyboardInterrupt:  # before there was a result to show
             console(stderr=as_json).print("stopped")
             raise typer.Exit(_INTERRUPTED) from None
     if as_json:
@@ -96,12 +96,12 @@ def demo(
 
 
 def _setting(text: str) -> tuple[str, Any]:
-    """NAME=VALUE with a value of JSON."""
+    """Parse NAME=VALUE; the value is JSON."""
     name, _, value = text.partition("=")
     try:
         return name, json.loads(value)
     except ValueError as error:
-        raise InvalidArgumentError(f"--set {text}: not NAME=VALUE with a number, true, false or null") from error
+        raise InvalidArgumentError(f"--set takes NAME=VALUE with a number, true, false or null, not {text}") from error
 
 
 def _run(config: DemoConfig, *, quiet: bool) -> DemoResult:
@@ -111,7 +111,7 @@ def _run(config: DemoConfig, *, quiet: bool) -> DemoResult:
     check_extras(plot=config.plot is not None)
     from smb.tools.demo import run_demo
 
-    # With --json, stdout is for the result alone.
+    # With --json, stdout is for the result only.
     with open_display(console(stderr=quiet)) as display:
         return run_demo(config, display)
 

@@ -1,4 +1,4 @@
-"""Buffers and servers in words and in JSON, for the commands that show them."""
+"""Buffers and servers as text and as JSON, for the commands that show them."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def _info(buffer: Buffer | BufferInfo) -> BufferInfo:
 
 
 def copies_state(buffer: Buffer | BufferInfo) -> str:
-    """Return what `smb stat` says of copies: "1", and whether it moves or has moved; "2"; or "2, degraded: ..." with
-    how far new ones are.
+    """Return the copies as `smb stat` shows them: "1", and whether the buffer moves or has moved; "2"; or "2, degraded:
+    ..." with the progress of new copies.
     """
     info = _info(buffer)
     segments = info.layout.segments
@@ -50,7 +50,7 @@ def _progress(copying: Sequence[SegmentLocation]) -> str:
 
 
 def version_of(buffer: Buffer, servers: Iterable[ServerInfo]) -> int | None:
-    """Return the version published last, None if some of its servers are gone, or do not say."""
+    """Return the latest version, None if some of its servers are gone or do not answer."""
     from smb.errors import Error
 
     alive = {server.name for server in servers if server.alive}
@@ -68,7 +68,7 @@ def server_names(buffer: Buffer | BufferInfo) -> list[str]:
 
 
 def buffer_json(buffer: Buffer | BufferInfo) -> dict[str, Any]:
-    """Return name, shape, dtype, size and placement as what json.dumps takes."""
+    """Return name, shape, dtype, size and placement for json.dumps."""
     layout = buffer.layout
     info = _info(buffer)
     return {
@@ -91,7 +91,7 @@ def buffer_json(buffer: Buffer | BufferInfo) -> dict[str, Any]:
 
 
 def server_json(server: ServerInfo) -> dict[str, Any]:
-    """Return one server's state as what json.dumps takes."""
+    """Return one server's state for json.dumps."""
     return {
         "name": server.name,
         "alive": server.alive,
@@ -108,12 +108,12 @@ def server_json(server: ServerInfo) -> dict[str, Any]:
 
 
 def server_state(server: ServerInfo) -> str:
-    """Return what a server is, in a word or a few."""
+    """Return a server's state in a few words."""
     return "alive" if server.alive else "not heard of yet" if server.unheard else "gone"
 
 
 def quarantined_json(servers: Iterable[ServerInfo]) -> list[dict[str, Any]]:
-    """Return the memory that servers keep beside the records as what json.dumps takes."""
+    """Return the memory that servers keep without a record, for json.dumps."""
     return [
         {
             "server": server.name,

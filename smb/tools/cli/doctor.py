@@ -1,4 +1,4 @@
-"""`smb doctor`: what is in the way, on this machine and between it and a cluster."""
+"""`smb doctor`: problems on this machine, and on the path to a cluster."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def doctor(
         print_json({"problems": problems, "findings": [finding.to_json() for finding in findings]})
     elif not cluster:
         console().print(
-            f"no cluster was looked at: nobody listens at {DEFAULT_COORDINATOR}; "
-            "another one: --coordinator HOST:PORT or SMB_COORDINATOR",
+            f"no cluster was checked: nobody listens at {DEFAULT_COORDINATOR}; "
+            "for another address pass --coordinator HOST:PORT or set SMB_COORDINATOR",
             soft_wrap=True,
         )
     if problems:
@@ -64,7 +64,7 @@ def doctor(
 
 
 def _show(finding: Finding) -> None:
-    """One line, in the order in which it is read: how bad, what, what is there, what to do."""
+    """Print one line in reading order: severity, check, finding, advice."""
     line = f"{finding.state.value:8} {finding.check}: {finding.found}"
     style = {"problem": "red", "advice": "yellow"}.get(finding.state.value)
     if finding.change:

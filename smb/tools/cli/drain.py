@@ -1,5 +1,5 @@
-"""`smb drain SERVER`, `smb undrain SERVER`, `smb rebalance`: segments move between servers while their clients work.
-`smb forget SERVER`: memory that no buffer has is freed.
+"""`smb drain SERVER`, `smb undrain SERVER`, `smb rebalance`: move segments between servers while clients work. `smb
+forget SERVER`: free memory that belongs to no buffer.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def drain(
             reply = cluster.drain_server(server, _CALL_S)
         if reply.segment_count:
             _say_what_stays(reply)
-            raise Error(f"{server} is not empty: what stays there is listed above")
+            raise Error(f"{server} is not empty: the buffers that stay there are listed above")
         console().print(f"{server} is empty: it can be stopped")
 
 
@@ -91,11 +91,11 @@ def forget(
     Example: smb forget storage-2 1f00aa94e21b07d3
     """
     if bool(segments) == everything:
-        raise InvalidArgumentError("name segments, or use --all: smb status lists what is quarantined")
+        raise InvalidArgumentError("pass segment ids, or --all; smb status lists the quarantined segments")
     try:
         numbers = [int(each, 16) for each in segments or ()]
     except ValueError:
-        raise InvalidArgumentError(f"{' '.join(segments or ())}: a segment is 16 hexadecimal digits") from None
+        raise InvalidArgumentError(f"a segment id has 16 hexadecimal digits, not {' '.join(segments or ())}") from None
     with coordinator_at(coordinator) as cluster:
         reply = cluster.forget_segments(server, numbers, _CALL_S)
     freed = format_bytes(reply.nbytes)

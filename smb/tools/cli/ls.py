@@ -60,7 +60,7 @@ def ls(
 
 
 def _beside_states(buffers: list[BufferInfo]) -> set[str]:
-    """Return the names of what lies beside published states."""
+    """Return the names of the buffers that belong to published states."""
     from smb.published import LOG
     from smb.relay.arrived import SUFFIX
     from smb.relay.publication_log import PublicationLog

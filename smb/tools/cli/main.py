@@ -1,4 +1,4 @@
-"""The entry point `smb`: the commands, and what becomes of their errors."""
+"""The entry point `smb`: the commands, and the handling of their errors."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _GROUPS: dict[str, tuple[Any, ...]] = {
 
 
 class Sections(TyperGroup):
-    """Shows the commands by what they are for."""
+    """Lists the commands in groups by purpose."""
 
     def format_commands(self, _ctx: Any, formatter: Any) -> None:
         """Write one list for each group."""
@@ -70,7 +70,7 @@ for _command in (command for commands in _GROUPS.values() for command in command
     if isinstance(_command, typer.Typer):
         app.add_typer(_command, name="train")
     elif _command is coordinator:
-        # A command of its own, with another below it.
+        # This command also has a subcommand.
         _coordinator = typer.Typer(rich_markup_mode=None)
         _coordinator.callback(invoke_without_command=True)(configured(coordinator))
         _coordinator.command(cls=Command)(configured(migrate))
@@ -110,7 +110,7 @@ def _options(
 
 
 def main() -> None:
-    """Run the command line. Exit codes: 0 it worked, 1 it did not, 2 wrong usage, 130 interrupted."""
+    """Run the command line. Exit codes: 0 success, 1 failure, 2 wrong usage, 130 interrupted."""
     try:
         with checked_output():
             app()

@@ -17,7 +17,7 @@ from smb.errors import Error
 from smb.tools.cli.options import Coordinator
 from smb.tools.cli.output import console
 
-_WAIT_S = 30.0  # a Python process that starts, on a loaded machine
+_WAIT_S = 30.0  # enough for a Python process that starts on a loaded machine
 _READY = b"mounted\n"
 
 
@@ -59,7 +59,7 @@ def mount(
     try:
         rights = int(umask, 8)
     except ValueError:
-        raise typer.BadParameter(f"--umask {umask!r} is no octal number, e.g. 022") from None
+        raise typer.BadParameter(f"--umask must be an octal number such as 022, not {umask!r}") from None
     directory = directory.absolute()
     if not foreground:
         _in_background(directory)
@@ -102,12 +102,12 @@ def umount(
 
 
 def _in_background(directory: Path) -> None:
-    """Run this command again in a process of its own, and wait for its word that it is mounted."""
+    """Run this command again in a process of its own, and wait until that process reports the mount."""
     read_end, write_end = os.pipe()
     command = python_m("smb.tools.cli.main", *sys.argv[1:], "--foreground", "--ready-fd", str(write_end))
-    # Until it is mounted its errors are ours; then they go into the log (_say_ready).
+    # Until the mount is ready, its errors are this command's; later ones go into the log (_say_ready).
     with tempfile.TemporaryFile() as errors:
-        process = subprocess.Popen(  # noqa: S603 - our own module
+        process = subprocess.Popen(  # noqa: S603 - the project's own module
             command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=errors, pass_fds=(write_end,),
             start_new_session=True,
         )  # fmt: skip

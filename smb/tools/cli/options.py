@@ -17,7 +17,7 @@ from smb.errors import InvalidArgumentError
 
 
 def option(name: str, *short: str) -> Any:
-    """Return the option that sets a setting of the table, such as "memserver.capacity"."""
+    """Return the option for a setting of the table, such as "memserver.capacity"."""
     setting = SETTINGS[name]
     return typer.Option(setting.flag, *short, envvar=setting.variable, metavar=setting.metavar, help=setting.help)
 
@@ -27,7 +27,7 @@ def _use_config(path: Path | None) -> None:
         use_file(path)
 
 
-# Eager: the file's settings count as variables, and are there before other options look for theirs.
+# Eager: the file's settings count as variables, so they must be loaded before other options look for theirs.
 Config = Annotated[
     Path | None,
     typer.Option(
@@ -42,7 +42,7 @@ Config = Annotated[
 
 
 def configured(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command the option --config."""
+    """Add the option --config to a command."""
 
     @functools.wraps(command)
     def run(*, _config: Path | None = None, **options: Any) -> None:
@@ -57,7 +57,7 @@ def configured(command: Callable[..., None]) -> Callable[..., None]:
 
 
 class Command(TyperCommand):
-    """A command whose help calls its arguments by their names alone: not `{NAME...} <list[str]>`."""
+    """A command whose help shows arguments by name only, not as `{NAME...} <list[str]>`."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -77,7 +77,9 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else
 
 @contextmanager
 def usage_errors() -> Iterator[None]:
-    """Turn InvalidArgumentError into wrong usage (exit code 2): for what is refused before anything is done."""
+    """Turn InvalidArgumentError into wrong usage (exit code 2), for arguments that are refused before anything is
+    done.
+    """
     try:
         yield
     except InvalidArgumentError as error:
@@ -85,7 +87,7 @@ def usage_errors() -> Iterator[None]:
 
 
 def parse_size(text: str) -> int:
-    """Return the bytes that e.g. "256MiB" means; a usage error where it means none."""
+    """Return the bytes that e.g. "256MiB" stands for; a usage error for other text."""
     from smb.config.parse import parse_bytes
 
     with usage_errors():

@@ -16,16 +16,16 @@ from typing import IO, TYPE_CHECKING, Any, TextIO, cast
 from smb.errors import Error
 
 if TYPE_CHECKING:
-    from rich.console import Console  # a tenth of the time that a command takes to start, daemons' too
+    from rich.console import Console  # importing it takes a tenth of a command's start, and of a daemon's
     from rich.table import Table
 
-# Wider than any table: into a file or a pipe, nothing is folded or cut.
+# Wider than any table, so that nothing is wrapped or cut in a file or a pipe.
 _WIDTH_WITHOUT_TERMINAL = 4096
 _PADDING = re.compile(" +$", re.MULTILINE)
 
 
 def console(*, stderr: bool = False) -> Console:
-    """Return a console that folds long cells on a terminal, and leaves them whole and unpadded elsewhere."""
+    """Return a console that wraps long cells on a terminal, and leaves them whole and unpadded elsewhere."""
     from rich.console import Console
 
     out = Console(stderr=stderr, highlight=False, emoji=False, markup=False)
@@ -36,7 +36,7 @@ def console(*, stderr: bool = False) -> Console:
 
 
 class _Unpadded:
-    """A file without the spaces by which rich fills lines up to a table's width; it writes whole lines."""
+    """A file without the spaces with which rich pads lines to a table's width. rich writes whole lines."""
 
     def __init__(self, file: TextIO) -> None:
         self._file = file
@@ -49,12 +49,12 @@ class _Unpadded:
 
 
 def print_json(value: Any) -> None:
-    """Write value as one JSON document to stdout."""
+    """Write a value as one JSON document to stdout."""
     sys.stdout.write(json.dumps(value, indent=2, default=str) + "\n")
 
 
 def print_error(message: object) -> None:
-    """Write one line to stderr, if that is there: a terminal may be closed by now."""
+    """Write one line to stderr, unless that is closed, as a terminal may be by now."""
     with contextlib.suppress(OSError, ValueError):
         sys.stderr.write(f"smb: {' '.join(str(message).split())}\n")
         sys.stderr.flush()
@@ -62,10 +62,10 @@ def print_error(message: object) -> None:
 
 @contextlib.contextmanager
 def checked_output() -> Iterator[None]:
-    """Raise Error where standard output can't be written, in the block or at its end, when the rest of it is flushed.
+    """Raise Error if standard output cannot be written, in the block or in the final flush.
 
-    A reader that has gone away (a pipe's) is left to Click. Streams that were closed from the start are replaced: else
-    the next file that is opened would be standard output.
+    Click handles a pipe whose reader has gone away. Streams that were closed from the start are replaced; otherwise the
+    next opened file would become standard output.
     """
     for number in range(3):
         try:
@@ -73,7 +73,7 @@ def checked_output() -> Iterator[None]:
         except OSError:
             os.open(os.devnull, os.O_RDWR)
     if sys.stderr is None:
-        sys.stderr = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 - for as long as the process lives
+        sys.stderr = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 - for the life of the process
     out = sys.stdout
     sys.stdout = cast(TextIO, _Checked(out))
     try:
@@ -87,8 +87,9 @@ def checked_output() -> Iterator[None]:
 
 
 class _Checked:
-    """A stream whose failures are ours: one line. The rest of its buffer then goes nowhere. Later calls fail again, as
-    Click writes to see what sort of stream it is, and passes over what that raises.
+    """A stream whose failure becomes one error line. The rest of its buffer is discarded.
+
+    Later calls fail again, because Click writes to find out the kind of stream, and ignores the error of that.
     """
 
     def __init__(self, file: TextIO | None) -> None:
@@ -97,7 +98,7 @@ class _Checked:
 
     def write(self, text: str) -> int:
         if self._file is None:
-            raise Error("the output can't be written: standard output is closed")
+            raise Error("cannot write the output: standard output is closed")
         if self._failure is not None:
             raise self._failure
         try:
@@ -105,7 +106,7 @@ class _Checked:
         except UnicodeEncodeError as error:
             letters = " ".join(f"U+{ord(each):04X}" for each in dict.fromkeys(error.object[error.start : error.end]))
             raise Error(
-                f"the output can't be written: {error.encoding} has no {letters}; set PYTHONIOENCODING=utf-8, or a "
+                f"cannot write the output: {error.encoding} cannot encode {letters}; set PYTHONIOENCODING=utf-8, or a "
                 f"locale with UTF-8"
             ) from None
         except OSError as error:
@@ -125,9 +126,9 @@ class _Checked:
             return error
         assert self._file is not None
         nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, self._file.fileno())  # the interpreter flushes once more at the end
+        os.dup2(nowhere, self._file.fileno())  # the interpreter flushes once more at exit
         os.close(nowhere)
-        self._failure = Error(f"the output can't be written: {error.strerror}")
+        self._failure = Error(f"cannot write the output: {error.strerror}")
         return self._failure
 
     def __getattr__(self, name: str) -> Any:
@@ -140,7 +141,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def table(*columns: str, right: tuple[str, ...] = ()) -> Table:
-    """Return an empty table with these columns; those named in right are numbers."""
+    """Return an empty table with these columns; those in `right` are numbers."""
     from rich.table import Table
 
     made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
@@ -150,15 +151,15 @@ def table(*columns: str, right: tuple[str, ...] = ()) -> Table:
 
 
 def format_duration(seconds: float) -> str:
-    """Return a time for people: "3.2 us", "41 ms", "2 min"."""
+    """Return a time as text: "3.2 us", "41 ms", "2 min"."""
     if seconds >= 120:
         return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.0f} h"
     for unit, size in (("us", 1e-6), ("ms", 1e-3)):
-        if seconds < 999.5 * size:  # what rounds to 1000 belongs to the next unit
+        if seconds < 999.5 * size:  # a value that rounds to 1000 belongs to the next unit
             return f"{seconds / size:.3g} {unit}"
     return f"{seconds:.3g} s"
 
 
 def format_ago(unix_seconds: float) -> str:
-    """Return how long ago a time was; "never" for 0."""
+    """Return how long ago a time was, as text; "never" for 0."""
     return "never" if unix_seconds <= 0 else f"{format_duration(max(0.0, time.time() - unix_seconds))} ago"

@@ -1,4 +1,4 @@
-"""`smb plan`: what a training will take, before it is run."""
+"""`smb plan`: predicts the time of a training before it is run."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from smb.tools.plan.model import Advice, Question, Row
 
 _WORKERS_MAX = 100_000
-_RTT = "0.2ms"  # between hosts of one room
-_EACH = "workers"  # of --servers: one beside each
+_RTT = "0.2ms"  # between hosts in one room
+_EACH = "workers"  # a value of --servers: one server beside each worker
 
 
 def plan(
@@ -103,7 +103,7 @@ def plan(
     if plot:
         from smb.tools.plan.plot import check_plotting
 
-        check_plotting()  # before anything is measured
+        check_plotting()  # fail before anything is measured
     settings: dict[str, Any] = {"batch": batch, "global_batch": global_batch, "every": every, "wire": wire}
     settings |= {"fragments": fragments, "delay": delay, "step_wire": step_wire}
     question = _question(what, link, server_link, rtt, servers, coordinator, settings)
@@ -111,9 +111,11 @@ def plan(
 
     chosen = tuple(dict.fromkeys(schemes.split(","))) if schemes else SCHEMES
     if foreign := [name for name in chosen if name not in SCHEMES]:
-        raise typer.BadParameter(f"no scheme {foreign[0]!r} is planned; there are: {', '.join(SCHEMES)}")
+        raise typer.BadParameter(f"unknown scheme {foreign[0]!r}; known are {', '.join(SCHEMES)}")
     if (fragments, delay, step_wire) != (1, 0, "exact") and "diloco" not in chosen:
-        raise typer.BadParameter("--fragments, --delay and --step-wire are of diloco, which --schemes leaves out")
+        raise typer.BadParameter(
+            "--fragments, --delay and --step-wire are settings of diloco, which --schemes does not include"
+        )
     found = [row for count in counts for row in rows(question, count, chosen)]
     advised = [advice(question, count, chosen) for count in counts]
     if plot:
@@ -141,19 +143,19 @@ def _question(
 
     with usage_errors():
         if link is None and not coordinator:
-            raise InvalidArgumentError("what network? Tell --link, such as 10Gbit, or measure one: --coordinator")
+            raise InvalidArgumentError("pass --link, such as 10Gbit, or --coordinator to measure a network")
         if servers != _EACH and not (servers.isascii() and servers.isdigit() and int(servers)):
-            raise InvalidArgumentError(f"--servers {servers}: a number from 1 on, or '{_EACH}'")
+            raise InvalidArgumentError(f"--servers must be a positive integer or '{_EACH}', not {servers}")
         if link is None and (server_link or rtt):
-            raise InvalidArgumentError("--server-link and --rtt go with --link; without it the network is measured")
+            raise InvalidArgumentError("--server-link and --rtt need --link; without --link the network is measured")
         given = network.given(link, server_link, rtt or _RTT) if link is not None else None
         settings["servers"] = None if servers == _EACH else int(servers)
-        check_settings(**settings)  # before anything is measured
+        check_settings(**settings)  # fail before anything is measured
         spec = None
         if what.suffix in (".toml", ".json"):
             spec = read_spec(what)
         elif what.suffix != ".py":
-            raise InvalidArgumentError(f"{what}: neither a script (.py) nor a spec (.toml, .json)")
+            raise InvalidArgumentError(f"{what} must be a script (.py) or a spec (.toml, .json)")
     if spec is None:
         from smb.tools.plan.script import measure_script
 
@@ -168,7 +170,9 @@ def _question(
 def _numbers(text: str) -> list[int]:
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isascii() and part.isdigit() and 1 <= int(part) <= _WORKERS_MAX for part in parts):
-        raise InvalidArgumentError(f"--workers {text}: numbers from 1 to {_WORKERS_MAX}, with commas between")
+        raise InvalidArgumentError(
+            f"--workers must be integers from 1 to {_WORKERS_MAX}, separated by commas, not {text}"
+        )
     return sorted({int(part) for part in parts})
 
 
@@ -212,7 +216,7 @@ def _show(question: Question, found: Sequence[Row], advised: Sequence[Advice]) -
     )
     if compute.sample_s == 0:
         out.print(
-            "a step takes as long with more samples: where that is not so, measure again on an idle machine",
+            "a step takes equally long with more samples; if that is unexpected, measure again on an idle machine",
             soft_wrap=True,
         )
     servers = (

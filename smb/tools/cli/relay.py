@@ -31,14 +31,14 @@ def relay(
 ) -> None:
     """Mirror a published buffer on memory servers near its readers.
 
-    Each byte crosses a link once; readers that follow it take what is nearest. Without options it lists the mirrors.
-    How far each is behind is counted from what is published now; it is unknown while the source can't be reached. Of a
-    state published with deltas= whole states and deltas are mirrored.
+    Each byte crosses a link once; readers that follow the buffer use the nearest mirror. Without options the mirrors
+    are listed. How far each mirror is behind is counted from the latest publication; it is unknown while the source
+    cannot be reached. For a state published with deltas=, whole states and deltas are mirrored.
 
     Example: smb relay policy --to rack-7 --to rack-8
     """
     if auto and (to or stop):
-        raise InvalidArgumentError("smb relay: --auto goes with neither --to nor --stop")
+        raise InvalidArgumentError("smb relay: --auto cannot be combined with --to or --stop")
     with connect(coordinator) as client:
         if stop:
             client.stop_relays(name, to)
@@ -65,13 +65,13 @@ def _why_none(client: Client, name: str) -> str:
 
     why = Counter(map(why_not, client.servers()))
     reasons = ", ".join(f"{count} {each}" for each, count in why.items())
-    there = ", or name one with a part of it (--to)" if len(parts) > 1 else ""
-    return f"no memory server is free for one: {reasons}. Start another, publish on fewer (servers=){there}"
+    there = ", or name one that has a part of the buffer (--to)" if len(parts) > 1 else ""
+    return f"no memory server is free for a mirror: {reasons}. Start another one, publish on fewer (servers=){there}"
 
 
 @dataclass(frozen=True)
 class Mirrored:
-    """A published buffer with its mirrors, and what was `published` last (None if nobody knows)."""
+    """A published buffer with its mirrors. `published` is the latest version, None if it is unknown."""
 
     buffer: Buffer
     published: int | None
@@ -79,7 +79,7 @@ class Mirrored:
 
 
 def mirrored(client: Client, buffer: Buffer, servers: Sequence[ServerInfo]) -> tuple[Mirrored, ...]:
-    """Return a published buffer, and of a state with deltas its log."""
+    """Return a published buffer, and for a state with deltas also its log."""
     from smb.errors import NotFoundError
     from smb.published import beside
     from smb.tools.cli.describe import version_of
@@ -88,19 +88,21 @@ def mirrored(client: Client, buffer: Buffer, servers: Sequence[ServerInfo]) -> t
         return ()
     lost: set[str] = set()
     for mirror in buffer.info.mirrors:
-        with suppress(NotFoundError):  # stopped meanwhile
+        with suppress(NotFoundError):  # the mirror was stopped in the meantime
             if client.open(mirror.name).info.lost:
                 lost.add(mirror.server)
     found = [Mirrored(buffer, version_of(buffer, servers), frozenset(lost))]
     for name in beside(buffer):
-        with suppress(NotFoundError):  # that part of it is gone
+        with suppress(NotFoundError):  # that part of the state is gone
             log = client.open(name)
             found.append(Mirrored(log, version_of(log, servers)))
     return tuple(found)
 
 
 def mirrors_json(all_mirrored: Sequence[Mirrored]) -> list[dict[str, Any]]:
-    """Return its mirrors for --json; of a state with deltas each with its generation, and who feeds it with deltas."""
+    """Return the mirrors for --json; for a state with deltas, each with its generation and the sources of its
+    deltas.
+    """
     if not all_mirrored:
         return []
     states, *deltas = all_mirrored
@@ -127,7 +129,7 @@ def mirrors_json(all_mirrored: Sequence[Mirrored]) -> list[dict[str, Any]]:
 
 
 def show_mirrors(name: str, all_mirrored: Sequence[Mirrored]) -> None:
-    """Print its mirrors, who feeds whom how fast, and how far each is behind what was published last."""
+    """Print the mirrors, which source feeds each at which rate, and how far each is behind the latest publication."""
     if not all_mirrored:
         console().print(f"{name} has no mirrors")
         return
@@ -161,11 +163,13 @@ def _show(shown: Mirrored, title: str, number: str) -> None:
     console().print(rows)
     if shown.lost:
         again = " ".join(f"--to {server}" for server in sorted(shown.lost))
-        console().print(f"lost: the server came back without its memory. Make it anew: smb relay {buffer.name} {again}")
+        console().print(
+            f"lost: the server came back without its memory. Create the mirror again: smb relay {buffer.name} {again}"
+        )
 
 
 def _short(name: str, servers: Sequence[str]) -> str:
-    """Return whose mirror it is; "the source" of what is none."""
+    """Return the server of a mirror; "the source" for a buffer that is not a mirror."""
     from smb.published import MIRROR
 
     server = name.partition(MIRROR)[2]

@@ -36,18 +36,19 @@ def rm(
                     f'buffer "{name}" belongs to training "{training}"; delete all of it: smb train rm {training}'
                 )
             beside = _beside(client, name)
-            for each in (*beside, name):  # the state last: what is left of one that failed is found by it
+            # the state last: a later call finds through the state what a failed one has left
+            for each in (*beside, name):
                 client.delete(each, missing_ok=missing_ok or each != name)
             if beside:
                 console().print(f"published state {name!r} is deleted, with its deltas")
 
 
 def _beside(client: Client, name: str) -> tuple[str, ...]:
-    """Return what a published state has beside its buffer."""
+    """Return the buffers that a published state has beside its own."""
     from smb import NotFoundError, PermissionDeniedError
     from smb.published import beside
 
     try:
         return beside(client.open(name))
-    except (NotFoundError, PermissionDeniedError):  # the deletion tells
+    except (NotFoundError, PermissionDeniedError):  # the deletion reports the error
         return ()

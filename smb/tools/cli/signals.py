@@ -1,4 +1,4 @@
-"""How a command in the foreground ends: in order, whether by Ctrl-C, by SIGTERM, or with its terminal (SIGHUP)."""
+"""Ends a command in the foreground in order, by Ctrl-C, by SIGTERM, or with its terminal (SIGHUP)."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from smb.daemon.stop_signals import stop_signals
 
 @contextmanager
 def interrupted_once() -> Iterator[None]:
-    """Raise KeyboardInterrupt in the main thread on the first stop signal of the context, and ignore the rest.
+    """Raise KeyboardInterrupt in the main thread on the first stop signal inside the context, and ignore later ones.
 
-    A second Ctrl-C in the middle of stopping daemons would leave some of them behind; the stop itself has a time limit.
+    A second Ctrl-C while daemons are being stopped would leave some of them behind; the stop itself has a time limit.
     """
     ends = stop_signals()
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from smb.train import GroupStatus
     from smb.transport.base import SegmentLocation
 
-_SHOWN_MAX = 200  # characters of one entry of the metadata
+_SHOWN_MAX = 200  # characters of one metadata entry
 
 
 def stat(
@@ -41,7 +41,7 @@ def stat(
     from smb.tools.cli.describe import buffer_json, version_of
 
     with connect(coordinator) as client:
-        buffer = client.open(name)  # looks for no path to its bytes yet: its servers may be down
+        buffer = client.open(name)  # does not look for paths to its bytes: its servers may be down
         servers = client.servers()
         version = version_of(buffer, servers)
         generation = _generation(client, buffer, servers) if has_deltas(buffer) else None
@@ -78,7 +78,7 @@ def _moving_with(client: Client, buffer: Buffer) -> list[str]:
 
 
 def _generation(client: Client, state: Buffer, servers: list[ServerInfo]) -> int | None:
-    """Return the generation of a state with deltas that was published last, None if nobody says."""
+    """Return the latest generation of a state with deltas, None if it is unknown."""
     from smb.errors import Error
     from smb.published import LOG
     from smb.tools.cli.describe import version_of
@@ -91,7 +91,7 @@ def _generation(client: Client, state: Buffer, servers: list[ServerInfo]) -> int
 
 
 def _published(buffer: Buffer, version: int | None, generation: int | None) -> str:
-    """Return what was published last; "" of a buffer to which nobody publishes, or whose memory is lost."""
+    """Return the latest publication as text; "" for a buffer that is not published to, or whose memory is lost."""
     from smb.published import has_deltas
 
     if buffer.info.lost:
@@ -109,7 +109,7 @@ def _shown_version(version: int | None) -> str:
 
 
 def _training(client: Client, buffer: Buffer, reached: bool) -> tuple[bool, GroupStatus | None]:
-    """Return whether it is the weights of a training, and what is known of that."""
+    """Return whether the buffer has the weights of a training, and the training's status, if known."""
     if not buffer.metadata:
         return False, None
     from smb.errors import Error

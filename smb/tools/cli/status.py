@@ -77,7 +77,7 @@ def status(coordinator: Coordinator = None, as_json: Json = False) -> None:
 
 
 def _quarantined(found: Sequence[dict[str, Any]]) -> Table:
-    """Memory that no record accounts for."""
+    """Return a table of the memory that no record accounts for."""
     from smb.config.parse import format_bytes
 
     rows = table("QUARANTINED ON", "SEGMENT", "SIZE", "BUFFER", "WHY", right=("SIZE",))

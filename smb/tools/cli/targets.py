@@ -1,4 +1,4 @@
-"""`smb targets`: what Prometheus should scrape, as a file for its file_sd_configs."""
+"""`smb targets`: the targets for Prometheus, as a file for its file_sd_configs."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def targets(
             found = _read(metrics)
         except UnavailableError:
             if not every:
-                raise  # going on, the file of before is the best there is
+                raise  # when running on, the former file is the best there is
         else:
             if output is None:
                 typer.echo(found, nl=False)
@@ -71,11 +71,11 @@ def _read(metrics: str) -> str:
             read: bytes = answer.read(_TARGETS_BYTES_MAX + 1)
         text = read.decode()
         if len(read) > _TARGETS_BYTES_MAX:
-            raise ValueError(f"it answers with more than {format_bytes(_TARGETS_BYTES_MAX)}")
+            raise ValueError(f"its answer has more than {format_bytes(_TARGETS_BYTES_MAX)}")
         parse_json(text, _TARGETS_PARTS_MAX)
     except (urllib.error.URLError, OSError, ValueError) as error:
         raise UnavailableError(
-            f"no coordinator tells its targets at {url} ({error}); is this the address of its --metrics?"
+            f"cannot read targets from a coordinator at {url} ({error}); is this the address of its --metrics?"
         ) from None
     return text
 
@@ -83,7 +83,7 @@ def _read(metrics: str) -> str:
 def _pending(url: str) -> urllib.request.Request:
     token_file = text_of("cluster.metrics_token_file")
     headers = {"Authorization": f"Bearer {read_token(Path(token_file))}"} if token_file else {}
-    return urllib.request.Request(url, headers=headers)  # noqa: S310 - http: it says so itself
+    return urllib.request.Request(url, headers=headers)  # noqa: S310 - http, as the URL says
 
 
 def _write(output: Path, text: str) -> None:

@@ -1,4 +1,4 @@
-"""`smb top`: what the coordinator's page shows, in a terminal."""
+"""`smb top`: the coordinator's dashboard in a terminal."""
 
 from __future__ import annotations
 
@@ -61,14 +61,14 @@ def top(
 
 
 def _watch(look: Callable[[], dict[str, Any]], interval_s: float) -> None:
-    """Draw what `look` returns until the user leaves. An answer that does not come is said, and asked for again."""
+    """Draw the result of `look` until the user leaves. A failed request is shown, and repeated."""
     from rich.console import Group
     from rich.live import Live
 
     from smb.tools.cli.top_view import render
 
     out = console()
-    shown = look()  # where there is no coordinator at all, its error is the answer
+    shown = look()  # if there is no coordinator at all, its error ends the command
     lost = ""
     with interrupted_once(), contextlib.suppress(KeyboardInterrupt), _keys() as keys:
 
@@ -86,7 +86,7 @@ def _watch(look: Callable[[], dict[str, Any]], interval_s: float) -> None:
 
 
 class _News:
-    """A result that one thread finds and another waits for: readable once it is new."""
+    """A result that one thread finds and another waits for: its descriptor is readable once there is a new result."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -103,7 +103,7 @@ class _News:
             os.write(self._in, b"!")
 
     def take(self, before: dict[str, Any]) -> tuple[dict[str, Any], str]:
-        """Return what is shown from now on, and why it is not new."""
+        """Return the result to show from now on, and the reason why it is not new."""
         with self._lock:
             os.read(self._out, 4096)
             return self._found or before, self._error
@@ -115,7 +115,7 @@ class _News:
 
 @contextlib.contextmanager
 def _pending(look: Callable[[], dict[str, Any]], interval_s: float) -> Iterator[_News]:
-    """Ask again and again in a thread, so that a coordinator that does not answer keeps nobody from leaving."""
+    """Poll in a thread, so that a coordinator that does not answer keeps nobody from leaving."""
     news, leaving = _News(), threading.Event()
 
     def ask() -> None:
@@ -133,14 +133,14 @@ def _pending(look: Callable[[], dict[str, Any]], interval_s: float) -> Iterator[
         yield news
     finally:
         leaving.set()
-        thread.join(0.2)  # it may wait for an answer; then it ends with the process, and the pipe with it
+        thread.join(0.2)  # the thread may be waiting for an answer; it ends with the process, and so does the pipe
         if not thread.is_alive():
             news.close()
 
 
 @contextlib.contextmanager
 def _keys() -> Iterator[list[int]]:
-    """Give the descriptor on which single keys arrive, unseen; none if standard input is no terminal."""
+    """Yield a list with the descriptor of unechoed single keys; an empty list if standard input is not a terminal."""
     if not sys.stdin.isatty():
         yield []
         return

@@ -1,4 +1,4 @@
-"""How `smb top` draws what the coordinator tells (smb/coordinator/dashboard/overview.py). Pure."""
+"""How `smb top` draws the coordinator's overview (smb/coordinator/dashboard/overview.py). Pure."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from smb.tools.cli.output import counted, format_duration, table
 
 Json = dict[str, Any]
 
-_PROBLEMS_MAX = 3  # on a screen; each takes a line
+_PROBLEMS_MAX = 3  # shown at most; each takes a line
 _WORD = 16  # characters
-_NAME = 30  # characters that a row's name is given before other columns go
+_NAME = 30  # width of a row's name before other columns are dropped
 _GAP = 2  # between columns
 _SPARKS = 40  # steps of 2 s
 _RAMP, _PLAIN_RAMP = "▁▂▃▄▅▆▇█", "_.-:=+*#"
@@ -30,10 +30,11 @@ _PARTS = {"ok": "ok", "gone": "server gone", "unheard": "not heard of yet"}
 
 
 def render(shown: Json, encoding: str, height: int = 0, lost: str = "", width: int = 0) -> list[RenderableType]:
-    """Return what to print, no higher than `height` lines of `width` (0: as it gets). `lost`: why it is not new.
+    """Return what to print, at most `height` lines of `width` columns (0: no limit).
 
-    The busiest rows come first. A training's own buffers and locks are left out: they are its. Published states are
-    shown if there are any. Where there is no room for a row of each list, the last lists are left out.
+    `lost` is the reason why the data is not new. The busiest rows come first. A training's own buffers and locks are
+    left out. Published states are shown if there are any. If there is no room for a row of each list, the last lists
+    are left out.
     """
     problems = shown["problems"][: _PROBLEMS_MAX if height else None]
     parts: list[RenderableType] = [_head(shown, width), *_throughput(shown, encoding)]
@@ -82,7 +83,7 @@ def render(shown: Json, encoding: str, height: int = 0, lost: str = "", width: i
 
 
 def _lines(part: RenderableType, width: int) -> int:
-    """Return at most how many lines a text takes: where it is folded, no word of ours is longer than 16."""
+    """Return an upper bound for the lines of a text: if it is wrapped, no word is longer than 16 characters."""
     folded = width > 2 * _WORD and isinstance(part, Text) and not part.no_wrap
     return part.cell_len // (width - _WORD) + 1 if folded and isinstance(part, Text) else 1
 
@@ -103,7 +104,7 @@ _FOLDED = {
 
 
 def share(wanted: Sequence[int], room: int) -> list[int]:
-    """Share `room` lines out among those who want so many: none gets more than it wants, and none is starved."""
+    """Divide `room` lines among lists that want `wanted` lines: none gets more than it wants, and none gets nothing."""
     given = [0] * len(wanted)
     left = max(0, room)
     while left and any(g < w for g, w in zip(given, wanted, strict=True)):
@@ -115,14 +116,14 @@ def share(wanted: Sequence[int], room: int) -> list[int]:
 
 
 def sparks(values: Sequence[float], encoding: str) -> str:
-    """Return a plot of one line, its highest step being the highest value."""
+    """Return a plot in one line; the highest step stands for the highest value."""
     ramp = _RAMP if "utf" in encoding.lower() else _PLAIN_RAMP
     top = max(values, default=0) or 1
     return "".join(ramp[min(len(ramp) - 1, int(value / top * len(ramp)))] for value in values)
 
 
 def printable(text: str) -> str:
-    """Return the text with what would move a terminal's cursor, or do worse, spelled out: clients name themselves."""
+    """Return the text with characters escaped that could control a terminal, since clients choose their names."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
@@ -167,7 +168,7 @@ def _problem(problem: Json) -> Text:
 
 
 def _whole(text: str, style: str) -> Text:
-    """A sentence, on as many lines as it takes: what to do stands at its end."""
+    """Return a sentence that may take several lines, since it ends with the advice."""
     return Text(printable(text), style=style)
 
 
@@ -288,7 +289,9 @@ def _waits(rows: Sequence[Json], _shown: Json) -> _Rows:
 
 
 class _Rows:
-    """Rows of one line each. On a narrow terminal columns go, in the order of `spare`, then the ends of cells."""
+    """Rows of one line each. On a narrow terminal the columns of `spare` are dropped in that order, then cells are
+    cut.
+    """
 
     def __init__(self, *columns: str, right: tuple[str, ...], spare: tuple[str, ...]) -> None:
         self._columns, self._right, self._spare = columns, right, spare
@@ -298,7 +301,7 @@ class _Rows:
         self._rows.append((cells, style))
 
     def table(self, width: int) -> Table:
-        """Return what fits into `width` (0: any)."""
+        """Return a table that fits into `width` columns (0: any)."""
         needs = {
             name: max(cell_len(text) for text in (name, *(cells[i] for cells, _ in self._rows))) + _GAP
             for i, name in enumerate(self._columns)

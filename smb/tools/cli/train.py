@@ -24,7 +24,7 @@ Name = Annotated[str, typer.Argument(metavar="NAME", help="The training's name."
 
 
 def groups_in(buffers: Iterable[str]) -> list[str]:
-    """Return what may be trainings, by the buffers that each has beside its weights. Sorted."""
+    """Return the names that may be trainings, sorted: those whose buffers beside the weights exist."""
     names = set(buffers)
     return sorted(name for name in names if {f"{name}/members", f"{name}/tick"} <= names)
 
@@ -43,7 +43,7 @@ def show_workers(found: GroupStatus) -> None:
             str(worker.pid),
             format_ago(worker.joined),
             *(str(number) for number in (worker.clock, worker.contributions, worker.refused, worker.staleness)),
-            str(worker.samples) if worker.samples else "-",  # nobody counts them
+            str(worker.samples) if worker.samples else "-",  # not counted
             style=None if worker.alive else "dim",
         )
     console().print(rows)
@@ -149,7 +149,8 @@ def rm(
 
     with connect(coordinator) as client:
         alive = 0
-        with contextlib.suppress(NotFoundError):  # there may be parts of one that was not made or loaded to the end
+        # parts may remain of a training that was not created or loaded completely
+        with contextlib.suppress(NotFoundError):
             alive = _alive(status(client, name))
         if (
             alive
@@ -167,7 +168,7 @@ def rm(
 
 
 def _status(client: Client, name: str) -> GroupStatus | None:
-    """Return what is known; None if it is no training, or is being deleted, or its server is away."""
+    """Return the status of a training; None if the name is not a training, is being deleted, or its server is away."""
     from smb.train import status
 
     try:
@@ -188,7 +189,7 @@ def _epochs(found: GroupStatus) -> str:
 
 
 def _samples(found: GroupStatus) -> str:
-    return str(found.samples) if found.samples else "-"  # nobody counts them
+    return str(found.samples) if found.samples else "-"  # not counted
 
 
 def _alive(found: GroupStatus) -> int:
@@ -200,7 +201,7 @@ def _json(found: GroupStatus) -> dict[str, Any]:
 
 
 def group_of(client: Client, name: str) -> str | None:
-    """Return the training that a buffer belongs to, as its weights or below them, among those that we may see."""
+    """Return the training to which a buffer belongs, among those that this client may see."""
     from smb import NotFoundError, PermissionDeniedError
     from smb.train.group import METADATA
 
@@ -210,7 +211,7 @@ def group_of(client: Client, name: str) -> str | None:
         try:
             if METADATA in client.open(folder).metadata:
                 return folder
-        except (NotFoundError, PermissionDeniedError):  # "team" is not of who is limited to team/...
+        except (NotFoundError, PermissionDeniedError):  # a client limited to team/... may not look at "team"
             continue
     return None
 

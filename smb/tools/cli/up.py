@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from smb import LocalCluster
 
 _LOOK_INTERVAL_SECONDS = 0.5
-_RESTART_INTERVAL_SECONDS = 2.0  # from one start of a daemon that keeps ending to the next
-_PAGE = "127.0.0.1:9470"  # as of `smb coordinator`
+_RESTART_INTERVAL_SECONDS = 2.0  # between two starts of a daemon that keeps ending
+_PAGE = "127.0.0.1:9470"  # the default of `smb coordinator`
 
 
 def up(
@@ -95,7 +95,9 @@ def up(
 
 
 def _free(wanted: str, listen: str) -> str:
-    """Return the page's address: the usual one, or a free one where that is taken, or the coordinator's is free too."""
+    """Return the dashboard's address: the usual one, or a free one if that is taken or the coordinator's port is free,
+    too.
+    """
     from smb.config.parse import parse_address
 
     host, port = parse_address(wanted)
@@ -138,23 +140,23 @@ def _greet(out: Console, cluster: LocalCluster, capacity_bytes: int, credentials
     out.print("  smb create weights --shape 1000,1000")
     out.print('  in a PyTorch script: smb.torch.join(model, optimizer, NAME, scheme="localsgd", every=20)')
     out.print("\nCtrl-C stops the cluster" + (", and keeps what it has." if kept else " and frees its memory."))
-    # Also into a pipe, where nobody would see it before the end.
+    # Also for a pipe, whose reader would otherwise see it only at the end.
     out.file.flush()
 
 
 def _watch(cluster: LocalCluster) -> None:
-    """Start a daemon again that ends, however often; the others go on. Never returns: a signal ends it."""
+    """Restart daemons that end, however often; the others go on. Never returns: a signal ends it."""
     daemons = [cluster.coordinator, *cluster.servers]
-    due = dict.fromkeys(daemons, time.monotonic())  # its next start, at the soonest
+    due = dict.fromkeys(daemons, time.monotonic())  # earliest time of its next start
     while True:
         for daemon in daemons:
             if daemon.running or time.monotonic() < due[daemon]:
                 continue
-            print_error(f"{daemon.name} (pid {daemon.pid}) has ended, and is started again with what it had")
+            print_error(f"{daemon.name} (pid {daemon.pid}) has ended; restarting it with its data")
             due[daemon] = time.monotonic() + _RESTART_INTERVAL_SECONDS
             try:
                 daemon.start()
                 print_error(f"{daemon.name} is back, pid {daemon.pid}")
-            except (Error, OSError) as error:  # OSError: its directory is gone
-                print_error(f"{error}; the others go on, and it is tried again")
+            except (Error, OSError) as error:  # OSError: the daemon's directory is gone
+                print_error(f"{error}; the others keep running, and the start will be tried again")
         time.sleep(_LOOK_INTERVAL_SECONDS)

@@ -1,5 +1,6 @@
-"""The room of `smb demo`: digits learnt by processes that share one buffer, come late and die early. It uses what users
-import, smb and smb.train; the command smb/tools/cli/demo.py imports it. Its extra is `demo`.
+"""The room of `smb demo`: processes that share one buffer learn to read digits; one joins late and one is killed.
+
+It uses only what users import, smb and smb.train; the command smb/tools/cli/demo.py imports it. Its extra is `demo`.
 """
 
 from typing import TYPE_CHECKING
@@ -14,7 +15,7 @@ __all__ = ["AccuracyPoint", "DemoConfig", "DemoEvent", "DemoResult", "WorkerResu
 
 
 def __getattr__(name: str) -> object:
-    # PyTorch takes a second to import: only for those who train.
+    # PyTorch takes a second to import, so it is imported only for a training.
     if name == "run_demo":
         from smb.tools.demo.run import run_demo
 

@@ -13,12 +13,12 @@ from smb.tools.demo.recipes import Recipe, recipe
 from smb.train import scheme_of
 
 TRANSPORTS = ("auto", "shm", "tcp")
-# Small enough that the 150 KiB of the short form's parameters lie on all of a few servers.
+# Small enough to spread the short form's 150 KiB of parameters over a few servers.
 STRIPE_BYTES = 16 * 1024
 SHORT_HIDDEN, SHORT_RATE = 64, 1.0
-# How long a killed worker may keep the others waiting, in the schemes that wait.
+# How long a killed worker may delay the others, in schemes that wait.
 LEASE_S = 1.5
-# The workers claim samples in portions of so many batches.
+# Workers claim samples in portions of this many batches.
 PORTION_BATCHES = 4
 
 
@@ -26,14 +26,14 @@ PORTION_BATCHES = 4
 class DemoConfig:
     """One run of the demo. The defaults take less than a minute on two cores; `short()` is for tests.
 
-    `scheme` is one of smb.train's, by name; `options` are settings of it that take the place of the demo's
-    (recipes.py). `hidden` is the size of the network's largest layer (2000: a million parameters). `rate` is a factor
-    of the learning rate: so small that the network learns until the end, and a death shows in the curve. `epochs`
-    counts passes over the training digits, all workers together. `kill_at` and `join_at` are shares (0 to 1) of them
+    `scheme` is the name of one of smb.train's schemes; `options` override the demo's settings of it (recipes.py).
+    `hidden` is the size of the network's largest layer (2000: a million parameters). `rate` is a factor of the learning
+    rate; it is so small that the network learns until the end, and a worker's death shows in the curve. `epochs` counts
+    passes over the training digits, all workers together. `kill_at` and `join_at` are the fractions (0 to 1) of them
     after which one worker is killed and another one joins. One process alone then trains the same number of samples,
-    unless `compare` is False. `plot` None: none.
+    unless `compare` is False. `plot` is the picture's path, or None.
 
-    Raises InvalidArgumentError if a value can't be meant, and names what can.
+    Raises InvalidArgumentError for invalid values, and names the valid ones.
     """
 
     scheme: str = "seasgd"
@@ -54,15 +54,17 @@ class DemoConfig:
 
     def __post_init__(self) -> None:
         if self.transport not in TRANSPORTS:
-            raise InvalidArgumentError(f"transport {self.transport!r} is unknown; there are: {', '.join(TRANSPORTS)}")
+            raise InvalidArgumentError(f"unknown transport {self.transport!r}; known are {', '.join(TRANSPORTS)}")
         if self.workers < 2:
-            raise InvalidArgumentError(f"workers={self.workers}: one is killed half-way, so the demo takes 2 or more")
+            raise InvalidArgumentError(
+                f"workers must be at least 2, since the demo kills one of them, not {self.workers}"
+            )
         for name in ("servers", "epochs", "hidden", "rate", "batch_size"):
             if getattr(self, name) <= 0:
-                raise InvalidArgumentError(f"{name}={getattr(self, name)}: must be more than 0")
+                raise InvalidArgumentError(f"{name} must be more than 0, not {getattr(self, name)}")
         for name in ("target", "kill_at", "join_at"):
             if not 0.0 <= getattr(self, name) <= 1.0:
-                raise InvalidArgumentError(f"{name}={getattr(self, name)}: must be between 0 and 1")
+                raise InvalidArgumentError(f"{name} must be between 0 and 1, not {getattr(self, name)}")
         scheme_of(self.scheme, self.settings)
 
     @classmethod
@@ -73,22 +75,23 @@ class DemoConfig:
 
     @property
     def recipe(self) -> Recipe:
-        """How the demo uses the scheme."""
+        """The demo's recipe for the scheme."""
         return recipe(self.scheme)
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The scheme's settings: the demo's, then the options."""
+        """The scheme's settings: the demo's, overridden by the options."""
         return {**self.recipe.settings_for(self.workers), **self.options}
 
 
 @dataclass(frozen=True)
 class WorkerTask:
-    """Settings of one training process. Travels as JSON on its command line.
+    """Settings of one training process. Sent as JSON on its command line.
 
-    `coordinator` None: train alone, sharing nothing. `samples` counts those of all workers together. `learning_rate` is
-    a factor of the trainer's. `host` is the name of the host to be on ("": this one's own). Once `waits_from` samples
-    are claimed it waits to be killed: a short training could be over before anybody looked.
+    With `coordinator` None the process trains alone and shares nothing. `samples` counts the samples of all workers
+    together. `learning_rate` is a factor of the trainer's. `host` is the name of the host to pretend to be on ("": the
+    real one). Once `waits_from` samples are claimed, the process waits to be killed: a short training could be over
+    before the parent looks.
     """
 
     name: str
@@ -116,5 +119,5 @@ class WorkerTask:
 
     @classmethod
     def from_json(cls, line: str) -> WorkerTask:
-        """Return what to_json() was called on."""
+        """Parse the result of to_json()."""
         return cls(**json.loads(line))

@@ -1,4 +1,4 @@
-"""The data of the demo: scikit-learn's handwritten digits, split once and for all."""
+"""The data of the demo: scikit-learn's handwritten digits, in a fixed split."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 IMAGE_SIDE = 8
 CLASS_COUNT = 10
 TEST_SHARE = 0.2
-# The split is part of the task, so it does not follow the run's seed.
+# The split is part of the task, so it does not depend on the run's seed.
 SPLIT_SEED = 1797
 
 

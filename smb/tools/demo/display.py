@@ -1,4 +1,4 @@
-"""How the demo looks while it runs: a live table on a terminal, a line every few seconds elsewhere."""
+"""The demo's output while it runs: a live table on a terminal, otherwise a line every few seconds."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class Display(Protocol):
     """Shows a view of the running demo."""
 
     def __call__(self, view: DemoView) -> None:
-        """Show it; called many times a second, so most calls do nothing."""
+        """Show the view. Called many times a second, so most calls do nothing."""
 
 
 @contextmanager
 def open_display(console: Console) -> Iterator[Display]:
-    """Give the display that suits the console, and take it off the screen at the end."""
+    """Yield the display that suits the console, and remove it from the screen at the end."""
     if not console.is_terminal:
         yield _Lines(console)
         return

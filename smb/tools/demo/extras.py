@@ -1,4 +1,4 @@
-"""Whether the packages are installed that only the demo needs."""
+"""Checks whether the packages that only the demo needs are installed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _PLOTTING = {"matplotlib": "matplotlib>=3.8,<4"}
 
 
 def check_extras(*, plot: bool) -> None:
-    """Raise Error, with the command that helps, if PyTorch, scikit-learn or (for a plot) matplotlib is missing."""
+    """Raise Error, with the command to run, if PyTorch, scikit-learn or (for a plot) matplotlib is missing."""
     needed = _TRAINING | (_PLOTTING if plot else {})
     missing = [requirement for module, requirement in needed.items() if find_spec(module) is None]
     if missing:

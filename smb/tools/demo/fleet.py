@@ -1,4 +1,4 @@
-"""The training processes as their parent sees them: started, heard, killed."""
+"""The training processes from the parent's side: start, reports, kill."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from smb.daemon.launch import python_m
 from smb.errors import Error
 from smb.tools.demo.config import WorkerTask
 
-# A worker reports several times a second; importing PyTorch on a busy machine is what takes longest.
+# A worker reports several times a second; the longest silence is the import of PyTorch on a busy machine.
 SILENCE_SECONDS_MAX = 60.0
 _READ_BYTES = 65536
 
 
 @dataclass
 class DemoWorker:
-    """One process and what it last reported. status: starting, ready, working, done, killed, failed."""
+    """One process and its last report. status: starting, ready, working, done, killed, failed."""
 
     name: str
     process: subprocess.Popen[bytes]
@@ -38,7 +38,7 @@ class DemoWorker:
 
     @property
     def running(self) -> bool:
-        """Whether more is to be expected of it."""
+        """True if further reports are expected."""
         return self.status in ("starting", "ready", "working")
 
     @property
@@ -47,14 +47,14 @@ class DemoWorker:
         return int(self.report.get("samples", 0))
 
     def go(self) -> None:
-        """Let a ready worker begin. If it has died meanwhile, listen() will tell."""
+        """Let a ready worker begin. If it has died in the meantime, listen() reports that."""
         assert self.process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             os.write(self.process.stdin.fileno(), b"go\n")
         self.status = "working"
 
     def kill(self) -> None:
-        """SIGKILL: it gets no chance to say goodbye to anybody."""
+        """Send SIGKILL: the worker cannot leave in order."""
         self.process.send_signal(signal.SIGKILL)
         self.status = "killed"
         self.rate = 0.0
@@ -66,7 +66,7 @@ class DemoWorker:
 
 
 class Fleet:
-    """All training processes of a run. A context manager: on leaving, those that still run are killed and reaped."""
+    """All training processes of a run. As a context manager it kills and reaps the running ones at the end."""
 
     def __init__(self, folder: Path) -> None:
         self.workers: list[DemoWorker] = []
@@ -87,10 +87,10 @@ class Fleet:
         self._selector.close()
 
     def start(self, task: WorkerTask) -> DemoWorker:
-        """Start one process; it reports `ready` when it waits for go()."""
+        """Start one process, which reports `ready` when it waits for go()."""
         log = self._folder / f"{task.name}.log"
         with log.open("wb") as stderr:
-            process = subprocess.Popen(  # noqa: S603 - our own interpreter and module
+            process = subprocess.Popen(  # noqa: S603 - the project's own interpreter and module
                 python_m("smb.tools.demo.worker", task.to_json()),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -108,9 +108,9 @@ class Fleet:
         return worker
 
     def listen(self, timeout: float) -> list[tuple[DemoWorker, dict[str, Any]]]:
-        """Wait up to timeout seconds for reports; return them, oldest first. Updates the workers' status and report.
+        """Wait up to `timeout` seconds for reports; return them, oldest first. Updates the workers' status and report.
 
-        Raises Error when nobody has said anything for SILENCE_SECONDS_MAX while somebody should.
+        Raises Error if a running worker is expected to report and no worker has reported for SILENCE_SECONDS_MAX.
         """
         reports = []
         for key, _ in self._selector.select(timeout):
@@ -148,7 +148,7 @@ class Fleet:
 
 
 def _note(worker: DemoWorker, report: dict[str, Any]) -> None:
-    if worker.status == "killed":  # said before it died; it stays dead
+    if worker.status == "killed":  # reported before it died; it stays dead
         worker.report = report if "samples" in report else worker.report
         return
     status = {"ready": "ready", "done": "done"}

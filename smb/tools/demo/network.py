@@ -11,10 +11,10 @@ from smb.tools.demo.digits import CLASS_COUNT, IMAGE_SIDE
 
 
 def build_network(seed: int, hidden: int) -> nn.Sequential:
-    """Return the same freshly initialised convolutional network for the same seed, with so many hidden units.
+    """Return a freshly initialised convolutional network with `hidden` hidden units; the same for the same seed.
 
-    That is 38,282 float32 parameters with 64 of them, 1,050,810 with 2000. Without batch normalisation: its running
-    statistics would be state outside of the shared parameters.
+    It has 38,282 float32 parameters with 64 hidden units, 1,050,810 with 2000. It has no batch normalisation, whose
+    running statistics would be state outside the shared parameters.
     """
     torch.manual_seed(seed)
     pooled_side = IMAGE_SIDE // 2
@@ -54,7 +54,7 @@ class FlatParameters:
 
 
 def accuracy(network: nn.Module, images: NDArray[np.float32], labels: NDArray[np.int64]) -> float:
-    """Return the share, 0 to 1, of images (n, 8, 8) that the network puts into the class labels (n,) say."""
+    """Return the fraction, 0 to 1, of images (n, 8, 8) that the network assigns to the class in labels (n,)."""
     with torch.inference_mode():
         answers = network(torch.from_numpy(images).unsqueeze(1)).argmax(dim=1)
     return float((answers.numpy() == labels).mean())

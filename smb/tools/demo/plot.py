@@ -1,4 +1,4 @@
-"""The picture of a run: accuracy over time, who worked when, and the comparison with a process alone."""
+"""The picture of a run: accuracy over time, the work of each worker, and the comparison with a process alone."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _ACCURACY_MIN = 0.0
 
 
 def draw(result: DemoResult, path: Path) -> None:
-    """Write the picture of a run to path, in the format of its suffix (png, svg, pdf). A link there is replaced.
+    """Write the picture of a run to `path`, in the format of its suffix (png, svg, pdf). A link there is replaced.
 
-    Raises OSError if the file can't be written, ValueError for a suffix that is no format.
+    Raises OSError if the file cannot be written, ValueError for a suffix of an unknown format.
     """
     # The object interface: no global state, no window, whatever backend the user has configured.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -45,7 +45,8 @@ def draw(result: DemoResult, path: Path) -> None:
         axes.spines[["top", "right"]].set_visible(False)
     figure.suptitle(_title(result), fontsize=12, x=0.01, ha="left")
     path = path if path.suffix else path.with_suffix(".png")
-    staged = path.with_name(f"{path.name}.{secrets.token_hex(8)}.tmp")  # others guess the name of `path`, and not this
+    # unlike `path`, a name that other users cannot guess
+    staged = path.with_name(f"{path.name}.{secrets.token_hex(8)}.tmp")
     try:
         with staged.open("xb") as file:
             figure.savefig(file, format=path.suffix[1:])
@@ -118,7 +119,7 @@ def _draw_rates(axes: Axes, result: DemoResult) -> None:
 
 
 def _rate_over_time(rates: tuple[tuple[float, float], ...], times: Floats) -> Floats:
-    """Samples/s at each time: what the report says that covers it, nothing before the first and after the last."""
+    """Return samples/s at each time, from the report that covers it; 0 before the first report and after the last."""
     if not rates:
         return np.zeros_like(times)
     ends = np.array([end for end, _ in rates])

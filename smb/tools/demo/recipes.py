@@ -13,10 +13,10 @@ from smb.train import SCHEMES
 class Recipe:
     """A scheme in the demo.
 
-    alpha_sum: the moving rates of all workers together, where the scheme has one; below 1, or the shared model would
-    overshoot. shares_rate: the steps of all workers are added, so each takes its share of the learning rate; with a
-    mean, or a moving rate, each takes all of it. nesterov: the workers' momentum is Nesterov's. hosts: as if they were
-    on so many.
+    alpha_sum: the sum of all workers' moving rates, if the scheme has one; it must be below 1, or the shared model
+    would overshoot. shares_rate: the steps of all workers are added, so each takes its share of the learning rate; with
+    a mean, or a moving rate, each takes all of it. nesterov: the workers use Nesterov's momentum. hosts: the number of
+    hosts that the workers pretend to be on.
     """
 
     settings: dict[str, Any] = field(default_factory=dict)
@@ -50,7 +50,7 @@ RECIPES = {
 
 
 def recipe(scheme: str) -> Recipe:
-    """Return the recipe; of a scheme that has none here, its defaults. Raises InvalidArgumentError."""
+    """Return the recipe of a scheme, or default settings if it has none. Raises InvalidArgumentError."""
     if scheme not in SCHEMES:
-        raise InvalidArgumentError(f"there is no scheme {scheme!r}; there are: {', '.join(RECIPES)}")
+        raise InvalidArgumentError(f"unknown scheme {scheme!r}; known are {', '.join(RECIPES)}")
     return RECIPES.get(scheme, Recipe())

@@ -10,7 +10,7 @@ from smb.tools.demo.config import DemoConfig
 
 @dataclass(frozen=True)
 class AccuracyPoint:
-    """Test accuracy (0 to 1) at a time in seconds since training began, after so many samples of all workers."""
+    """Test accuracy (0 to 1) at a time in seconds since training began, after `samples` samples of all workers."""
 
     seconds: float
     samples: int
@@ -19,7 +19,7 @@ class AccuracyPoint:
 
 @dataclass(frozen=True)
 class DemoEvent:
-    """Something that happened to a worker, at a time in seconds since training began: joined, killed, done, failed."""
+    """An event of a worker, at a time in seconds since training began: joined, killed, done, failed."""
 
     seconds: float
     worker: str
@@ -28,7 +28,7 @@ class DemoEvent:
 
 @dataclass(frozen=True)
 class WorkerResult:
-    """One worker's work, as far as it reported it before it finished or died."""
+    """One worker's work, up to its last report before it finished or died."""
 
     name: str
     status: str
@@ -44,7 +44,7 @@ class WorkerResult:
 
 @dataclass(frozen=True)
 class DemoResult:
-    """Accuracies are shares (0 to 1) of the 360 test digits; the alone_... numbers are None without compare."""
+    """Accuracies are fractions (0 to 1) of the 360 test digits; the alone_... numbers are None without compare."""
 
     config: DemoConfig
     transports: tuple[str, ...]
@@ -66,17 +66,17 @@ class DemoResult:
 
     @property
     def passed(self) -> bool:
-        """Whether the shared model reached the target."""
+        """True if the shared model reached the target."""
         return self.accuracy >= self.config.target
 
     @property
     def samples_per_second(self) -> float:
-        """Of all workers together."""
+        """The rate of all workers together."""
         return self.samples / self.seconds
 
     @property
     def alone_samples_per_second(self) -> float | None:
-        """Of the process alone."""
+        """The rate of the process that trains alone."""
         if self.alone_samples is None or not self.alone_seconds:
             return None
         return self.alone_samples / self.alone_seconds
@@ -88,12 +88,12 @@ class DemoResult:
 
     @property
     def communication_share(self) -> float:
-        """Share (0 to 1) of the workers' time spent in exchanging, waiting for each other included."""
+        """Fraction (0 to 1) of the workers' time spent in exchanges, including waits for each other."""
         total = sum(worker.training_seconds for worker in self.workers)
         return sum(worker.communication_seconds for worker in self.workers) / total if total else 0.0
 
     def to_json(self) -> dict[str, Any]:
-        """Return everything, the computed numbers too, as what json.dumps takes."""
+        """Return everything, including computed numbers, for json.dumps."""
         config = asdict(self.config) | {"settings": self.config.settings, "plot": None}
         computed = {
             "passed": self.passed,

@@ -28,12 +28,12 @@ CAPACITY = "128MiB"
 _POLL_SECONDS = 0.1
 _EVALUATE_SECONDS = 0.4
 _VICTIM = 2  # the number of the worker that is killed
-_KILL_LATE = 0.2  # of the samples: how late it may be
+_KILL_LATE = 0.2  # fraction of the samples: how late the kill may be
 
 
 @dataclass
 class DemoView:
-    """The progress that a display shows while the demo runs. share: of the samples claimed so far, 0 to 1."""
+    """The progress that a display shows while the demo runs. share: fraction of the samples claimed so far, 0 to 1."""
 
     config: DemoConfig
     phase: str = "starting"
@@ -45,13 +45,13 @@ class DemoView:
 
 
 def run_demo(config: DemoConfig, on_update: Callable[[DemoView], None] | None = None) -> DemoResult:
-    """Run the whole demo and return what it brought. Blocks, for as long as DemoConfig says; starts real processes.
+    """Run the whole demo and return its result. Blocks for as long as DemoConfig says; starts real processes.
 
     on_update is called several times a second. This process evaluates the shared model with one thread
-    (torch.set_num_threads(1) stays set). Missing the target is no error: see DemoResult.passed. A KeyboardInterrupt
-    once training has begun ends it, and the result has what there is so far: see DemoResult.stopped.
+    (torch.set_num_threads(1) stays set). Missing the target is not an error: see DemoResult.passed. A KeyboardInterrupt
+    after training has begun ends the demo, and the result has the progress so far: see DemoResult.stopped.
 
-    Raises Error when packages are missing or when all workers fail; smb's errors when the cluster can't start.
+    Raises Error if packages are missing or all workers fail; smb's errors if the cluster cannot start.
     """
     check_extras(plot=config.plot is not None)
     torch.set_num_threads(1)
@@ -131,7 +131,7 @@ def _train_together(
 
 
 class _SharedTraining:
-    """Drives the workers through one training: all ready, go, one killed, one late, done."""
+    """Drives the workers through one training: all ready, start, one killed, one late, done."""
 
     def __init__(
         self,
@@ -153,7 +153,8 @@ class _SharedTraining:
 
     def run(self) -> float:
         """Return the seconds from the common start until the last worker was done."""
-        # The latecomer too, so that importing PyTorch is done when its turn comes; it knows of no cluster until then.
+        # The latecomer is started, too, so that it has imported PyTorch when its turn comes; it knows no cluster until
+        # then.
         *workers, latecomer = [self._start_worker() for _ in range(self.view.config.workers + 1)]
         while any(worker.status == "starting" for worker in self._fleet.workers):
             self._listen()
@@ -266,7 +267,7 @@ def _train_alone(result: DemoResult, digits_path: Path, fleet: Fleet, show: Call
 
 
 def _samples(config: DemoConfig, digits: Digits) -> int:
-    """All samples of a run, in whole portions, at least one."""
+    """Return the number of samples of a run: whole portions, at least one."""
     portion = PORTION_BATCHES * config.batch_size
     return max(1, round(config.epochs * len(digits.train_labels) / portion)) * portion
 

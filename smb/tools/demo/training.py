@@ -1,4 +1,4 @@
-"""Plain training of one process: momentum SGD, one batch after the other. Knows nothing of sharing."""
+"""Plain training of one process: momentum SGD, one batch after the other. Independent of sharing."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ def learning_rate(progress: float) -> float:
 class Trainer:
     """A network, its momentum and an endless shuffled supply of slightly shifted training digits.
 
-    rate is a factor of the learning rate; with nesterov the parameters are the look-ahead point, as in torch.optim.SGD.
+    `rate` is a factor of the learning rate. With `nesterov` the parameters are the look-ahead point, as in
+    torch.optim.SGD.
     """
 
     def __init__(

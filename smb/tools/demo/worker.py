@@ -1,7 +1,8 @@
-"""One training process. Reports JSON lines on stdout; waits for a line on stdin before it touches the cluster.
+"""One training process. Reports JSON lines on stdout; waits for a line on stdin before it uses the cluster.
 
-It knows the coordinator's address, the name of a group and that of a counter, and nothing of the other workers: not who
-they are, how many, or whether they are alive. Work is claimed from the counter, so all live workers share the rest.
+It knows the coordinator's address and the names of a group and of a counter, but nothing about the other workers:
+neither which there are, nor how many, nor whether they are alive. Work is claimed from the counter, so all live workers
+share the rest.
 
     python -m smb.tools.demo.worker TASK        TASK is a WorkerTask as JSON
 """
@@ -27,7 +28,7 @@ REPORT_INTERVAL_SECONDS = 0.25
 
 
 class Reporter:
-    """Writes what was done so far to stdout, at most every REPORT_INTERVAL_SECONDS unless it is news."""
+    """Writes the progress to stdout, at most every REPORT_INTERVAL_SECONDS unless it is an event."""
 
     def __init__(self, worker: smb.train.Worker | None) -> None:
         self.steps = 0
@@ -38,17 +39,17 @@ class Reporter:
         self._started = self._reported = time.perf_counter()
 
     def count(self, losses: list[float], samples: int) -> None:
-        """Add batches, by their losses, and their samples."""
+        """Count batches, given their losses, and their samples."""
         self.steps += len(losses)
         self.samples += samples
         self._losses += losses
 
     def due(self) -> bool:
-        """Whether the last report is old enough for another."""
+        """Return True if the last report is old enough for another."""
         return time.perf_counter() - self._reported >= REPORT_INTERVAL_SECONDS
 
     def report(self, event: str, **more: Any) -> None:
-        """Write one line. Ends the process when nobody reads any more."""
+        """Write one line. Ends the process if the reader is gone."""
         self._reported = time.perf_counter()
         loss = sum(self._losses) / len(self._losses) if self._losses else None
         self._losses.clear()
@@ -72,7 +73,7 @@ def emit(event: str, **values: Any) -> None:
 
 
 def train_shared(trainer: Trainer, task: WorkerTask) -> None:
-    """Train together with the others in the group, until all samples are claimed."""
+    """Train together with the other workers of the group, until all samples are claimed."""
     portion = PORTION_BATCHES * task.batch_size
     with smb.connect(task.coordinator, transport=task.transport) as client:
         claimed = client.open(task.claimed)
@@ -89,7 +90,7 @@ def train_shared(trainer: Trainer, task: WorkerTask) -> None:
             reporter.report("joined")
             while (before := claimed.fetch_add(0, portion)) < task.samples:
                 if task.waits_from is not None and before + portion >= task.waits_from:
-                    sys.stdin.read()  # for SIGKILL, or the end of who would send it
+                    sys.stdin.read()  # until SIGKILL, or until the parent ends
                     return
                 losses = []
                 for _ in range(PORTION_BATCHES):
@@ -105,7 +106,7 @@ def train_shared(trainer: Trainer, task: WorkerTask) -> None:
 
 
 def train_alone(trainer: Trainer, task: WorkerTask, digits: Digits) -> None:
-    """Train all samples here, the same way but with nobody to average with; report the test accuracy as it grows."""
+    """Train all samples here, in the same way but without averaging; report the test accuracy as it grows."""
 
     def accuracy_now() -> float:
         return accuracy(trainer.network, digits.test_images, digits.test_labels)
@@ -120,9 +121,9 @@ def train_alone(trainer: Trainer, task: WorkerTask, digits: Digits) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Do the task given as JSON; 0 when all samples are trained."""
+    """Do the task given as JSON; return 0 when all samples are trained."""
     task = WorkerTask.from_json(arguments[0])
-    # As many processes as there are share the cores: threads of their own would only wait for each other.
+    # There are enough processes for all cores, so further threads would only wait for each other.
     torch.set_num_threads(1)
     digits = Digits.load(Path(task.digits))
     trainer = Trainer(

@@ -1,4 +1,4 @@
-"""`smb doctor`: what on this machine, and between it and a cluster, is in the way; and what to change."""
+"""`smb doctor`: problems on this machine and on the path to a cluster, with advice."""
 
 from smb.tools.doctor.findings import Finding, Severity
 from smb.tools.doctor.machine import look_at_machine

@@ -8,7 +8,7 @@ from typing import Any
 
 
 class Severity(Enum):
-    """Whether something must be changed: a problem stops the box from doing what is asked, advice makes it faster."""
+    """How serious a finding is: a problem prevents what is asked, advice improves speed."""
 
     OK = "ok"
     ADVICE = "advice"
@@ -17,8 +17,8 @@ class Severity(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line: what was looked at, what is there, and what to change (empty if nothing). `figures` are for
-    programs, with their units in their names.
+    """One line: what was checked, what was found, and what to change (empty if nothing). `figures` are for programs,
+    with units in their names.
     """
 
     check: str
@@ -28,20 +28,20 @@ class Finding:
     figures: dict[str, float] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """Return what json.dumps takes."""
+        """Return the finding for json.dumps."""
         return asdict(self) | {"state": self.state.value}
 
 
 def fine(check: str, found: str, **figures: float) -> Finding:
-    """Return a finding of which nothing follows."""
+    """Return a finding that needs no change."""
     return Finding(check, Severity.OK, found, figures=figures)
 
 
 def advice(check: str, found: str, change: str, **figures: float) -> Finding:
-    """Return a finding that something could be better."""
+    """Return a finding that could be improved."""
     return Finding(check, Severity.ADVICE, found, change, figures)
 
 
 def problem(check: str, found: str, change: str, **figures: float) -> Finding:
-    """Return a finding that something is in the way."""
+    """Return a finding that is a problem."""
     return Finding(check, Severity.PROBLEM, found, change, figures)

@@ -17,15 +17,17 @@ from smb.tools.doctor.findings import Finding, advice, fine, problem
 from smb.transport import devices
 
 _FILES_WANTED = 4096  # connections of a daemon (server.h), each a descriptor
-_BUFFER_WANTED = 4 << 20  # of a TCP connection: 32 Gb/s over 1 ms; the kernel's own default for reading is 6 MiB
-_FAST_MBPS = 10_000  # from here on packets of 1500 bytes cost a core noticeably
+_BUFFER_WANTED = 4 << 20  # for a TCP connection: 32 Gb/s over 1 ms; the kernel's default for reading is 6 MiB
+_FAST_MBPS = 10_000  # from this speed on, packets of 1500 bytes cost a core noticeably
 _JUMBO = 9000
-_COLLAPSE_SINCE = (6, 1)  # Linux with madvise(MADV_COLLAPSE), see csrc/memory/pages.c
+_COLLAPSE_SINCE = (6, 1)  # first Linux with madvise(MADV_COLLAPSE), see csrc/memory/pages.c
 
 
 def look_at_machine(memory_dir: Path, capacity: str | None, root: Path = Path("/")) -> Iterator[Finding]:
-    """Yield what is found. `capacity` is what a memory server here is to offer, None if nobody said; `root` is where
-    proc and sys are, for tests.
+    """Yield the findings.
+
+    `capacity` is what a memory server on this machine will offer, None if unknown; `root` is the folder with proc and
+    sys, for tests.
     """
     yield _memory_dir(memory_dir, capacity)
     yield _memory_limit(memory_dir, capacity, root)
@@ -38,14 +40,16 @@ def look_at_machine(memory_dir: Path, capacity: str | None, root: Path = Path("/
 
 def _memory_dir(directory: Path, capacity: str | None) -> Finding:
     check = "memory directory"
-    # A server makes one of its user's name.
+    # A server makes a directory with its user's name.
     missing = is_private_name(directory) and not os.path.lexists(directory)
     there = directory.parent if missing else directory
     if not there.is_dir():
         mount = "mount -t tmpfs -o size=64G,mode=700,uid=USER tmpfs DIR"
-        return problem(check, f"{there} is no directory", f"make it for the daemon's user, on tmpfs: {mount}")
+        return problem(check, f"{there} is not a directory", f"make it for the daemon's user, on tmpfs: {mount}")
     if not os.access(there, os.W_OK):
-        return problem(check, f"{there} can't be written to", "chown it to the daemon's user, or pass another one")
+        return problem(
+            check, f"{there} cannot be written to", "chown it to the daemon's user, or pass another directory"
+        )
     if (fault := _fault(directory)) and not missing:
         private = private_memory(str(directory).rstrip("/"))
         change = "remove it" if is_private_name(directory) else f"pass {private}, which a server makes"
@@ -61,7 +65,7 @@ def _memory_dir(directory: Path, capacity: str | None) -> Finding:
     wanted = parse_bytes(capacity or SETTINGS["memserver.capacity"].default)
     if size and wanted > size:
         larger = f"mount -o remount,size={wanted >> 20}M {_mount_point(there)} (docker: --shm-size)"
-        if capacity is None:  # perhaps no memory server is to run here
+        if capacity is None:  # perhaps no memory server will run on this machine
             change = f"a memory server's default --capacity is {format_bytes(wanted)}: offer less, or {larger}"
             return advice(check, found, change, **figures)
         return problem(check, found, f"--capacity is {format_bytes(wanted)}: offer less, or {larger}", **figures)
@@ -72,7 +76,7 @@ def _memory_dir(directory: Path, capacity: str | None) -> Finding:
 
 
 def _fault(directory: Path) -> str:
-    """Return why a memory server would refuse it; this command may be another user's than the server."""
+    """Return why a memory server would refuse the directory. This command may run as another user than the server."""
     try:
         status = directory.stat()
     except OSError:
@@ -81,7 +85,9 @@ def _fault(directory: Path) -> str:
 
 
 def _memory_limit(directory: Path, capacity: str | None, root: Path) -> Finding:
-    """Of this shell's control group: a service or container has its own, and is to be asked in there."""
+    """Check the limit of this shell's control group. A service or container has its own, and must be checked inside
+    it.
+    """
     check = "memory limit"
     limit = MemoryLimit(root)
     if limit.nbytes is None:
@@ -95,7 +101,7 @@ def _memory_limit(directory: Path, capacity: str | None, root: Path) -> Finding:
     if wanted + HEADROOM_BYTES > limit.nbytes:
         least = format_bytes(limit.nbytes - HEADROOM_BYTES)
         change = f"raise it (MemoryMax= in a systemd unit, a container's limit), or offer less than {least}"
-        if capacity is None:  # perhaps no memory server is to run here
+        if capacity is None:  # perhaps no memory server will run on this machine
             change = f"a memory server's default --capacity is {format_bytes(wanted)}: {change}"
             return advice(check, found, change, **figures)
         return problem(check, f"{found}; --capacity is {format_bytes(wanted)}", change, **figures)
@@ -160,7 +166,7 @@ def _interfaces(root: Path) -> Iterator[Finding]:
         mtu, speed = _text(interface / "mtu"), _text(interface / "speed")
         if not mtu.isdigit() or interface.name == "lo" or _text(interface / "operstate") == "down":
             continue
-        mbps = int(speed) if speed.isdigit() else 0  # -1 if a driver can't tell
+        mbps = int(speed) if speed.isdigit() else 0  # -1 if a driver does not know the speed
         found = f"{interface.name}: MTU {mtu}" + (f", {mbps / 1000:g} Gb/s" if mbps else "")
         if mbps >= _FAST_MBPS and int(mtu) < _JUMBO:
             change = f"ip link set {interface.name} mtu {_JUMBO}, if all switches on the way take it"
@@ -170,7 +176,7 @@ def _interfaces(root: Path) -> Iterator[Finding]:
 
 
 def _rdma(root: Path, capacity: str | None) -> Iterator[Finding]:
-    """Devices, pyverbs, and the memory that may be locked: all three or none is needed."""
+    """Check devices, pyverbs, and the memory that may be locked: RDMA needs all three."""
     asked = text_of("client.transport") == "verbs"
     found = devices.look(root=root)
     for port in found.ports:

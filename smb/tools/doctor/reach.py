@@ -1,5 +1,6 @@
-"""Checks of the path to a cluster: the coordinator and its clock, and each server over each transport. Round trip and
-speed are measured. Makes a small buffer on each server for it, and deletes it.
+"""Checks of the path to a cluster: the coordinator and its clock, and each server over each transport.
+
+Measures round trip and speed, for which it makes a small buffer on each server and deletes it again.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ from smb.transport.choose import TRY_AUTO
 _PROBE_BYTES = 4 << 20
 _ROUND_TRIPS = 200
 _REPEATS = 8
-_CLOCK_BAD_S = 2.0  # certificates are not yet valid, or no longer; ages in `smb status` are nonsense
-_SLOW = 0.5  # of the median of the others
+_CLOCK_BAD_S = 2.0  # certificates are then not yet valid, or no longer; ages in `smb status` are wrong
+_SLOW = 0.5  # fraction of the other servers' median
 _IP_MTU = 14  # linux/in.h
-_LISTENS_S = 1.0  # of a connection on this machine
+_LISTENS_S = 1.0  # limit of a connection on this machine
 
 
 def somebody_listens(address: str) -> bool:
-    """Whether a connection to the address is taken."""
+    """Return True if a connection to the address succeeds."""
     try:
         socket.create_connection(parse_address(address), _LISTENS_S).close()
     except OSError:
@@ -45,7 +46,7 @@ def somebody_listens(address: str) -> bool:
 
 
 def look_at_cluster(address: str, timeout: float = 5.0) -> Iterator[Finding]:
-    """Yield what is found; each server takes about a second. Never raises smb.Error: that is a finding."""
+    """Yield the findings; each server takes about a second. Never raises smb.Error, which becomes a finding."""
     try:
         parse_addresses(address)
         yield from _certificates()
@@ -55,15 +56,19 @@ def look_at_cluster(address: str, timeout: float = 5.0) -> Iterator[Finding]:
             yield from _coordinator(client, address, joined_s)
             servers = client.servers()
             if not servers:
-                yield problem("servers", "none has registered", f"start one: smb-memserver --coordinator {address}")
+                yield problem(
+                    "servers", "no memory server has registered", f"start one: smb-memserver --coordinator {address}"
+                )
             speeds: dict[str, float] = {}
             for server in servers:
                 yield from _server(address, client, server, timeout, speeds)
             yield from _slow(speeds)
     except InvalidArgumentError as error:
-        yield problem("coordinator", str(error), "see `smb config` for where it is set")
+        yield problem("coordinator", str(error), "`smb config` shows where it is set")
     except Error as error:
-        yield _failed("coordinator", error, "is it running, and no firewall between? see docs/repair.md")
+        yield _failed(
+            "coordinator", error, "check that it is running and that no firewall is in between; see docs/repair.md"
+        )
 
 
 def _coordinator(client: smb.Client, address: str, joined_s: float) -> Iterator[Finding]:
@@ -89,13 +94,13 @@ def _coordinator(client: smb.Client, address: str, joined_s: float) -> Iterator[
 
 
 def _namespaces() -> list[str]:
-    """Return what our certificate is limited to; nothing of it is trusted."""
+    """Return the namespaces to which this user's certificate is limited. The certificate is not checked here."""
     credentials = find()
     return namespaces_in(credentials.certificate) if credentials is not None else []
 
 
 def _certificates() -> Iterator[Finding]:
-    """Those that we show and trust; every daemon tells of its own in its metrics."""
+    """Check the certificates that this user presents and trusts; every daemon reports its own in its metrics."""
     credentials = find()
     if credentials is None:
         return
@@ -115,7 +120,7 @@ def _certificates() -> Iterator[Finding]:
 
 
 def _mtu_towards(address: str) -> str:
-    """The MTU of the route, as the kernel knows it, to the first of several coordinators; sends nothing."""
+    """Return the route's MTU to the first coordinator, as the kernel knows it; sends nothing."""
     try:
         first = parse_address(parse_addresses(address)[0])
         for family, where in addresses_of(*first, socket.SOCK_DGRAM):
@@ -184,7 +189,7 @@ def _measured(
         if transport == "tcp" or not isinstance(error, (InvalidArgumentError, UnavailableError)):
             return _failed(check, error, "open the server's port in the firewall, or set its --advertise")
         return fine(check, f"no: {error}")
-    if transport not in used:  # SMB_TRANSPORT overrides what is asked
+    if transport not in used:  # SMB_TRANSPORT overrides the requested one
         return advice(check, f"not measured: {', '.join(used)} was used", "unset SMB_TRANSPORT")
     if transport == "tcp":
         speeds[server.name] = _PROBE_BYTES / min(write_s, read_s)
@@ -204,7 +209,7 @@ def _times(call: Callable[[], object], count: int) -> list[float]:
 
 
 def _slow(speeds: dict[str, float]) -> Iterator[Finding]:
-    """A striped call ends with its slowest server."""
+    """Report slow servers: a striped call ends with its slowest server."""
     if len(speeds) < 3:
         return
     middle = statistics.median(speeds.values())
@@ -216,7 +221,7 @@ def _slow(speeds: dict[str, float]) -> Iterator[Finding]:
 
 
 def _failed(check: str, error: Error, change: str) -> Finding:
-    """The messages of smb.errors end with what to do; `change` is for those that do not know."""
+    """Return a problem. Messages of smb.errors end with advice; `change` is for those that do not."""
     text = str(error)
     what, semicolon, advised = text.rpartition("; ")
     return problem(check, what, advised) if semicolon else problem(check, text, change)

@@ -50,12 +50,12 @@ from smb.train.traits import EXACT, FUSED
 # Bytes of a buffer that one server takes into a sum in a second: 2e9 were measured for single additions over loopback,
 # of which a source in a sum takes 0.6 of the time (docs/decisions.md, 0037).
 COMBINE_PER_S = 3.3e9
-# What a scheme costs it says itself, in its traits (smb/train/traits.py).
+# Each scheme states its costs in its traits (smb/train/traits.py).
 SCHEMES = tuple(name for name, kind in by_traits() if kind.TRAITS.calls)
-_SETTINGS = ("every", "fragments", "delay", "step_wire")  # of a Question, for the schemes that have them
+_SETTINGS = ("every", "fragments", "delay", "step_wire")  # settings of a Question, for the schemes that have them
 _EFFICIENT = 0.95
 _SERVERS_MAX = 1024
-_ENOUGH = 1.05  # an iteration this many times as long as with any number of servers: then servers are enough
+_ENOUGH = 1.05  # servers are enough if an iteration takes at most this many times as long as with any number of servers
 COMPUTING, OWN_LINK, SERVERS, CALLING, COMBINING = "computing", "worker's link", "servers' links", "calls", "combining"
 WINDOW = "what connections hold"
 
@@ -70,21 +70,23 @@ def check_settings(
     delay: int = 0,
     step_wire: str = "exact",
 ) -> None:
-    """Raise InvalidArgumentError for what no Question has."""
+    """Raise InvalidArgumentError for settings that a Question cannot have."""
     for name, value in (("servers", servers), ("batch", batch), ("global batch", global_batch), ("every", every)):
         if value is not None and value < 1:
-            raise InvalidArgumentError(f"{name} {value} is less than 1")
+            raise InvalidArgumentError(f"{name} must be at least 1, not {value}")
     if wire not in WIRE_BYTES:
-        raise InvalidArgumentError(f"wire={wire!r} is none of {', '.join(WIRE_BYTES)}")
+        raise InvalidArgumentError(f"wire must be one of {', '.join(WIRE_BYTES)}, not {wire!r}")
     if batch is not None and global_batch is not None:
-        raise InvalidArgumentError("tell a worker's batch or that of all together, not both")
+        raise InvalidArgumentError("pass a worker's batch or the batch of all workers together, not both")
     DiLoCo(every=every, fragments=fragments, delay=delay, step_wire=step_wire)
 
 
 @dataclass(frozen=True)
 class Question:
-    """The inputs. servers: None is one on each worker's host. batch: of one worker; global_batch: of all together,
-    instead. every: of the schemes that have it. wire: how contributions travel. fragments, delay, step_wire: of DiLoCo.
+    """The inputs.
+
+    servers: None means one on each worker's host. batch: of one worker; global_batch: of all workers together, instead.
+    every: for the schemes that have it. wire: the encoding of contributions. fragments, delay, step_wire: for DiLoCo.
     """
 
     spec: Spec
@@ -102,29 +104,30 @@ class Question:
         check_settings(**{name: value for name, value in vars(self).items() if name not in ("spec", "network")})
 
     def scheme(self, name: str) -> Scheme:
-        """Return the scheme of that name, with the settings that it has."""
+        """Return the scheme of that name, with those of these settings that it has."""
         fields = {each.name for each in dataclasses.fields(ALL_SCHEMES[name])}  # type: ignore[arg-type]
         return scheme_of(name, {each: getattr(self, each) for each in _SETTINGS if each in fields})
 
     def steps(self, name: str) -> int:
-        """Return the steps from one exchange of a scheme to its next."""
+        """Return the steps from one exchange of a scheme to the next."""
         return 1 if ALL_SCHEMES[name].TRAITS.each_step else self.every
 
     def batch_of(self, workers: int) -> float:
-        """Return the samples of a worker's step."""
+        """Return the samples in a worker's step."""
         return self.global_batch / workers if self.global_batch else float(self.batch or self.spec.batch)
 
     def servers_of(self, workers: int) -> int:
-        """Return how many memory servers there are."""
+        """Return the number of memory servers."""
         return workers if self.servers is None else self.servers
 
 
 @dataclass(frozen=True)
 class Row:
-    """One prediction. Seconds and bytes are for a step of one worker; bound_by: the largest part of the iteration.
+    """One prediction. Seconds and bytes are for a step of one worker; bound_by is the largest part of the iteration.
 
-    speedup: samples a second beside one worker that exchanges nothing. efficiency: computing's share. schedule: of the
-    overlap. server_bytes: memory of all servers together. bytes_per_hour: over all workers' links, both directions.
+    speedup: samples a second, relative to one worker that exchanges nothing. efficiency: computing's fraction of the
+    time. schedule: of the overlap. server_bytes: memory of all servers together. bytes_per_hour: over all workers'
+    links, both directions.
     """
 
     workers: int
@@ -147,10 +150,10 @@ class Row:
 class Advice:
     """Conclusions for a number of workers.
 
-    diloco_every: from which `every` on DiLoCo spends 95 % of its time computing. servers_enough: by scheme, the least
-    number with which an iteration is within 5 % of what any number gives (None: servers are the workers' hosts).
-    connections: at the server with most of them. connections_to_fill: that one worker would need to one server to fill
-    the narrower link over this round trip; it makes up to 8.
+    diloco_every: the least `every` with which DiLoCo spends 95 % of its time computing. servers_enough: by scheme, the
+    least number with which an iteration is within 5 % of that with any number (None if servers are the workers' hosts).
+    connections: at the server with most of them. connections_to_fill: those that one worker would need to one server to
+    fill the narrower link over this round trip; a worker makes up to 8.
     """
 
     workers: int
@@ -165,8 +168,9 @@ class Advice:
 
 @dataclass(frozen=True)
 class Shares:
-    """Rates in bytes a second: `alone` is V, `together` is U, `servers` is K M; crossing: share of the bytes that go
-    over a link at all. limit: what bounds `alone`."""
+    """Rates in bytes a second: `alone` is V, `together` is U, `servers` is K M. crossing: the fraction of bytes that
+    cross a link at all. limit: what bounds `alone`.
+    """
 
     alone: float
     together: float
@@ -177,12 +181,13 @@ class Shares:
 
 
 def shares(question: Question, workers: int, *, fused: bool = False) -> Shares:
-    """Return what a worker can move."""
+    """Return how fast a worker can move bytes."""
     network, count = question.network, question.servers_of(workers)
     own, server = network.worker_per_s, network.server_per_s
     crossing = 1.0
     if question.servers is None:
-        # The host's link carries the worker's bytes and the server's; a push and a pull at one time meet on it.
+        # The host's link carries the bytes of its worker and of its server; a push and a pull at the same time share
+        # it.
         crossing = 1 - 1 / workers
         own = server = min(own, server) / (2 if fused else 1)
     under_way = connections_for(network.rtt_s) * CONNECTION_BYTES
@@ -195,10 +200,10 @@ def shares(question: Question, workers: int, *, fused: bool = False) -> Shares:
 
 
 def cycle_s(think_s: float, alone_s: list[float], demands_s: list[float], workers: int) -> float:
-    """Return the mean time from one exchange of a worker to its next.
+    """Return the mean time from one exchange of a worker to the next.
 
-    It computes for think_s, then uses each link for alone_s, of which demands_s are the servers' side, where workers
-    meet. Mean value analysis with a delay and a station for each link.
+    The worker computes for think_s, then uses each link for alone_s, of which demands_s is spent at the servers' side,
+    where workers meet. Mean value analysis with a delay and a station for each link.
     """
     rest = think_s + sum(max(0.0, alone - demand) for alone, demand in zip(alone_s, demands_s, strict=True))
     queues = [0.0] * len(demands_s)
@@ -211,7 +216,7 @@ def cycle_s(think_s: float, alone_s: list[float], demands_s: list[float], worker
 
 
 def parts_s(question: Question, scheme: str, workers: int) -> defaultdict[str, float]:
-    """Return the parts of the time from one exchange to the next, without overlap, by what they are spent on."""
+    """Return the parts of the time from one exchange to the next, without overlap, by purpose."""
     traits = question.scheme(scheme).traits
     every = question.steps(scheme)
     fused = traits.way == FUSED
@@ -256,9 +261,9 @@ def parts_s(question: Question, scheme: str, workers: int) -> defaultdict[str, f
 
 
 def rows(question: Question, workers: int, schemes: tuple[str, ...] = SCHEMES) -> list[Row]:
-    """Return a row for each scheme; where layers are known and a scheme exchanges at each step, with overlaps too."""
+    """Return a row for each scheme; if layers are known and a scheme exchanges at each step, rows with overlap, too."""
     if workers < 1:
-        raise InvalidArgumentError(f"{workers} workers are less than 1")
+        raise InvalidArgumentError(f"workers must be at least 1, not {workers}")
     found = []
     for scheme in schemes:
         parts = parts_s(question, scheme, workers)
@@ -283,7 +288,7 @@ def _overlapped(question: Question, scheme: str, workers: int, parts: defaultdic
         rate = nbytes / (sum(parts.values()) - parts[COMPUTING] - parts[CALLING])
     channel = Channel(rate / _share(question.wire), rate, call_s, call_s - question.network.rtt_s)
     layers = question.spec.layers_at(question.batch_of(workers))
-    # The calls that carry parameters are in the channel.
+    # The calls that carry parameters are part of the channel.
     calls = parts[CALLING] - (1 if fused else 2) * call_s
     rest = calls + parts[COMBINING]
     predictions = predict(layers, channel, way, rest)
@@ -316,7 +321,7 @@ def _row(
     compute = question.spec.compute
     batch = question.batch_of(workers)
     computing_s = compute.seconds(batch)
-    # As many samples in one process: the whole batch at once where it is divided, the same batch where it is not.
+    # As many samples in one process: the whole batch at once if it is divided among workers, otherwise the same batch.
     alone = question.global_batch or batch
     speedup = workers * batch / iteration_s * compute.seconds(alone) / alone
     sent = question.spec.nbytes / every * _share(question.wire)
@@ -347,7 +352,7 @@ def _share(wire: str) -> float:
 
 
 def advice(question: Question, workers: int, schemes: tuple[str, ...] = SCHEMES) -> Advice:
-    """Return what follows for so many workers."""
+    """Return the conclusions for that many workers."""
     enough = None
     if question.servers is not None:
         enough = {scheme: _servers_enough(question, scheme, workers) for scheme in schemes}
@@ -357,16 +362,16 @@ def advice(question: Question, workers: int, schemes: tuple[str, ...] = SCHEMES)
         workers=workers,
         diloco_every=_efficient_every(question, workers),
         servers_enough=enough,
-        # At the server that keeps the group's table: one more for calls that wait.
+        # At the server that has the group's table: one more connection for waiting requests.
         connections=(connections_for(network.rtt_s) + 1) * workers,
         connections_to_fill=max(1, math.ceil(fills)),
     )
 
 
 def _efficient_every(question: Question, workers: int) -> int:
-    """The least `every` at which computing is 95 % of DiLoCo's time, and that takes its fragments and delay."""
+    """Return the least `every` at which computing is 95 % of DiLoCo's time, and that fits its fragments and delay."""
     parts = parts_s(question, "diloco", workers)
-    exposed = sum(parts.values()) - parts[COMPUTING]  # in `every` steps, however many those are
+    exposed = sum(parts.values()) - parts[COMPUTING]  # for `every` steps, whatever their number
     steps = math.ceil(exposed / (parts[COMPUTING] / question.every) * _EFFICIENT / (1 - _EFFICIENT))
     return max(steps, question.fragments, question.delay * question.fragments + 1)
 
@@ -380,7 +385,9 @@ def _servers_enough(question: Question, scheme: str, workers: int) -> int:
 
 
 def _least(holds: Callable[[int], bool], most: int) -> int:
-    """The least number from 1 on for which it holds, if it holds for `most` and goes on to hold once it does."""
+    """Return the least number, from 1 on, for which `holds` is true; it must be true for `most` and stay true once it
+    is.
+    """
     low, high = 0, most
     while high - low > 1:
         middle = (low + high) // 2

@@ -1,4 +1,4 @@
-"""The network as the plan sees it: rates of links as people write them, what of them is payload, start-ups."""
+"""The network of a plan: link rates as people write them, the part that is payload, and start-up times."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ import numpy as np
 import smb
 from smb.errors import Error, InvalidArgumentError
 
-# Of the code and of TCP, as in docs/scaling.md (tests/unit/tools/test_plan_model.py holds them against perf.model).
+# Constants of the code and of TCP, as in docs/scaling.md (tests/unit/tools/test_plan_model.py compares them with
+# perf.model).
 FRAME_BYTES, CHUNK_BYTES = 64, 256 << 10
-CONNECTIONS_MAX = 4096  # of a server
-CONNECTION_BYTES = 2 << 20  # under way on one connection (docs/decisions.md, 0034)
-SEGMENT_BYTES, PACKET_BYTES = 1448, 1514  # payload, and bytes that a link counts
-# Measured on this project's machine over loopback (docs/scaling.md): what a call costs beside the round trip, and what
-# one client and one loop of a server move. A server has as many as 8 loops.
+CONNECTIONS_MAX = 4096  # of one server
+CONNECTION_BYTES = 2 << 20  # in flight on one connection (docs/decisions.md, 0034)
+SEGMENT_BYTES, PACKET_BYTES = 1448, 1514  # payload of a packet, and the bytes that it takes on a link
+# Measured on this project's machine over loopback (docs/scaling.md): the cost of a call in addition to the round trip,
+# and the rates of one client and of one loop of a server. A server has up to 8 loops.
 CALL_S = 25e-6
 CLIENT_PER_S, LOOP_PER_S, LOOPS = 4e9, 4e9, 8
 
@@ -35,10 +36,10 @@ _TRIPS, _REPEATS = 50, 8
 
 @dataclass(frozen=True)
 class Network:
-    """Links and start-ups.
+    """Link rates and start-up times.
 
-    worker_per_s, server_per_s: bytes of parameters that one of them can send in a second, and receive in the same.
-    rtt_s: of a packet. call_s: a call of a few bytes, with its round trip. source: in words, where it is from.
+    worker_per_s, server_per_s: bytes of parameters that one of them can send in a second while receiving as many.
+    rtt_s: of a packet. call_s: a call of a few bytes, with its round trip. source: a description of the values' origin.
     """
 
     worker_per_s: float
@@ -49,11 +50,11 @@ class Network:
 
 
 def parse_rate(text: str) -> float:
-    """Return bits a second of "10Gbit", "400 Mbit/s", "1gbps". Raises InvalidArgumentError."""
+    """Return the bits a second of "10Gbit", "400 Mbit/s", "1gbps". Raises InvalidArgumentError."""
     match = _RATE.fullmatch(text.strip())
     rate = float(match[1]) * _PREFIXES[match[2].lower()] if match else 0.0
     if not 0 < rate < math.inf:
-        raise InvalidArgumentError(f"{text!r} is no rate of a link: write bits a second, such as 10Gbit or 400Mbit")
+        raise InvalidArgumentError(f"a link's rate must be in bits a second, such as 10Gbit or 400Mbit, not {text!r}")
     return rate
 
 
@@ -61,17 +62,17 @@ def parse_seconds(text: str) -> float:
     """Return the seconds of "20ms", "50us", "0.1s". Raises InvalidArgumentError."""
     match = _TIME.fullmatch(text.strip())
     if match is None:
-        raise InvalidArgumentError(f"{text!r} is no time: write it with its unit, such as 20ms or 50us")
+        raise InvalidArgumentError(f"a time needs a number and a unit, such as 20ms or 50us, not {text!r}")
     return float(match[1]) * _UNITS[match[2]]
 
 
 def payload_per_s(bits_per_s: float) -> float:
-    """Return the bytes of ours that a link carries in a second: without headers of Ethernet, TCP, and our frames."""
+    """Return the payload bytes that a link carries in a second: without headers of Ethernet, TCP and frames."""
     return bits_per_s / 8 * SEGMENT_BYTES / PACKET_BYTES * CHUNK_BYTES / (CHUNK_BYTES + FRAME_BYTES)
 
 
 def given(link: str, server_link: str | None, rtt: str) -> Network:
-    """Return the network of rates and a round trip in words. Raises InvalidArgumentError."""
+    """Return the network for rates and a round trip given as text. Raises InvalidArgumentError."""
     rtt_s = parse_seconds(rtt)
     ours, theirs = parse_rate(link), parse_rate(server_link or link)
     words = f"links of {link}" + (f", {server_link} at the servers" if server_link else "") + f", round trip {rtt}"
@@ -85,14 +86,14 @@ def given(link: str, server_link: str | None, rtt: str) -> Network:
 
 
 def measured(address: str, timeout: float = 30.0) -> Network:
-    """Measure the way to a cluster, through buffers of 4 MiB a server that are deleted again. Takes seconds.
+    """Measure the path to a cluster, through buffers of 4 MiB a server that are deleted again. Takes seconds.
 
-    The rate of one server to one worker counts as the server's link: a lower bound. Raises Error.
+    The rate from one server to one worker counts as the server's link, which is a lower bound. Raises Error.
     """
     with smb.connect(address, timeout=timeout) as client:
         servers = [server.name for server in client.servers() if server.alive]
         if not servers:
-            raise Error(f"no memory server is registered at {address}: start one, or tell --link")
+            raise Error(f"no memory server is registered at {address}; start one, or pass --link")
         call_s, one = _probe(client, servers[:1])
         rate = max(one, _probe(client, servers)[1]) if len(servers) > 1 else one
     words = f"measured at {address}: a call {call_s * 1e6:.0f} us, {one / 1e6:.4g} MB/s from one server"
@@ -100,7 +101,7 @@ def measured(address: str, timeout: float = 30.0) -> Network:
 
 
 def _probe(client: smb.Client, servers: list[str]) -> tuple[float, float]:
-    """Seconds of a call of one element, bytes in a second of the slower direction."""
+    """Return the seconds of a call of one element, and the bytes a second of the slower direction."""
     data = np.zeros(len(servers) * _PROBE_BYTES // 4, np.float32)
     name = f"smb-plan-{secrets.token_hex(8)}"
     buffer = client.create(name, data.size, "float32", servers=servers)

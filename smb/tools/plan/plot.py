@@ -1,4 +1,4 @@
-"""The picture of a plan: speed-up over workers, a line for each scheme."""
+"""The picture of a plan: speed-up over the number of workers, with a line for each scheme."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from pathlib import Path
 from smb.errors import Error
 from smb.tools.plan.model import Question, Row, rows
 
-_POINTS = 24  # of a line
+_POINTS = 24  # points of a line
 
 
 def check_plotting() -> None:
-    """Raise Error, with the command that helps, if matplotlib is missing."""
+    """Raise Error, with the command to run, if matplotlib is missing."""
     if find_spec("matplotlib") is None:
         raise Error("a plot needs matplotlib, which is not installed: python -m pip install 'matplotlib>=3.8,<4'")
 
 
 def draw(question: Question, most: int, schemes: Sequence[str], path: Path) -> None:
-    """Write the picture for 1 to `most` workers to path, in the format of its suffix (png, svg, pdf).
+    """Write the picture for 1 to `most` workers to `path`, in the format of its suffix (png, svg, pdf).
 
-    Raises OSError if the file can't be written, ValueError for a suffix that is no format.
+    Raises OSError if the file cannot be written, ValueError for a suffix of an unknown format.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

@@ -28,20 +28,20 @@ if TYPE_CHECKING:
     import torch
 
 _NEEDED = ("model", "batch", "loss")
-_STEPS = 7  # whose median counts, after one that is not timed
-_SECONDS_MAX = 20.0  # for the steps of one batch; then 3 do
+_STEPS = 7  # their median counts; one untimed step comes before
+_SECONDS_MAX = 20.0  # limit for the steps of one batch; past it 3 steps are made
 
 
 def measure_script(path: Path, batch: int) -> Spec:
-    """Run a script's model at `batch` and twice that; return it as a spec. Takes 19 steps at most.
+    """Run a script's model at `batch` and at twice that; return it as a spec. Makes at most 19 steps.
 
-    Raises InvalidArgumentError for what is no such script, Error if PyTorch is missing, and Error with the script's
-    line for what it raises itself.
+    Raises InvalidArgumentError if the file is not such a script, Error if PyTorch is missing, and Error with the
+    script's line for exceptions of the script itself.
     """
     if find_spec("torch") is None:
         raise Error("measuring a script needs PyTorch, which is not installed: python -m pip install 'torch>=2.7'")
     if not path.is_file():
-        raise InvalidArgumentError(f"{path}: no such file")
+        raise InvalidArgumentError(f"{path} does not exist")
     try:
         return _run(path, batch)
     except Error:
@@ -53,11 +53,11 @@ def measure_script(path: Path, batch: int) -> Spec:
 
 
 def _run(path: Path, batch: int) -> Spec:
-    # Not as __main__: a script's own training stays asleep.
+    # The name is not __main__, so the script does not start a training of its own.
     found = runpy.run_path(str(path), run_name="smb_plan")
     if missing := [name for name in _NEEDED if not callable(found.get(name))]:
         names = ", ".join(f"{name}()" for name in missing)
-        raise InvalidArgumentError(f"{path}: it defines no {names}; see docs/plan.md for what a script has")
+        raise InvalidArgumentError(f"{path} must define {names}; docs/plan.md describes the script")
     return _measure(found, path.stem, batch)
 
 
@@ -69,7 +69,7 @@ def _measure(found: dict[str, Any], name: str, batch: int) -> Spec:
         raise InvalidArgumentError(f"model() returned {type(model).__name__}, not a torch.nn.Module")
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trained:
-        raise InvalidArgumentError("model() returned a module without parameters to train")
+        raise InvalidArgumentError("model() must return a module with parameters to train")
     optimizer = found["optimizer"](model) if "optimizer" in found else torch.optim.SGD(trained, lr=1e-6)
     finish = _finish(trained[0].device)
 
@@ -77,7 +77,9 @@ def _measure(found: dict[str, Any], name: str, batch: int) -> Spec:
         optimizer.zero_grad()
         loss = found["loss"](model, data)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-            raise InvalidArgumentError(f"loss() returned no scalar, but {getattr(loss, 'shape', type(loss).__name__)}")
+            raise InvalidArgumentError(
+                f"loss() must return a scalar, not {getattr(loss, 'shape', type(loss).__name__)}"
+            )
         torch.autograd.backward(loss)
         optimizer.step()
         finish()
@@ -104,17 +106,17 @@ def _timed(step: Callable[[], None]) -> float:
 
 
 def _finish(device: torch.device) -> Callable[[], None]:
-    """Return a call that waits until a device has done all; on the CPU there is nothing to wait for."""
+    """Return a function that waits until the device is done; on the CPU there is nothing to wait for."""
     import torch
 
     return (lambda: None) if device.type == "cpu" else (lambda: torch.accelerator.synchronize(device))
 
 
 class LayerTimer:
-    """Times of the layers of a model: modules with parameters of their own, in the order in which they are first used.
+    """Times of the layers of a model: modules with parameters of their own, in the order of their first use.
 
-    A layer's forward time lasts until the next layer begins; its backward time is that from the gradients before to its
-    own, of all its parameters. So what is between layers counts with one of them, and nothing is left out.
+    A layer's forward time lasts until the next layer begins. Its backward time is the time from the gradients before it
+    to its own last gradient. So time between layers counts with one of them, and nothing is left out.
     """
 
     def __init__(self, model: torch.nn.Module, finish: Callable[[], None]) -> None:
@@ -122,7 +124,7 @@ class LayerTimer:
         self._finish = finish
         self._owner: dict[torch.nn.Parameter, torch.nn.Module] = {}
         self._handles: list[Any] = []
-        self._begun: dict[torch.nn.Module, float] = {}  # of this step, in order
+        self._begun: dict[torch.nn.Module, float] = {}  # in this step, in order
         self._ready: dict[torch.nn.Module, float] = {}
         self._steps: list[tuple[float, dict[torch.nn.Module, float], dict[torch.nn.Module, float], float]] = []
         for module in model.modules():
@@ -149,7 +151,7 @@ class LayerTimer:
         self._steps.append((self._started, self._begun, self._ready, self._now()))
 
     def layers(self) -> tuple[Layer, ...]:
-        """Return the layers, with medians over the steps, in seconds."""
+        """Return the layers with medians over the steps, in seconds."""
         _, order, _, _ = self._steps[-1]
         unused = [module for module in dict.fromkeys(self._owner.values()) if module not in order]
         spent = [_spent(*step) for step in self._steps]
@@ -168,17 +170,17 @@ class LayerTimer:
         self._begun.setdefault(module, self._now())
 
     def _gradient(self, parameter: torch.nn.Parameter) -> None:
-        self._ready[self._owner[parameter]] = self._now()  # the last of them counts
+        self._ready[self._owner[parameter]] = self._now()  # the last gradient counts
 
 
 Times = dict[Any, float]
 
 
 def _spent(started: float, begun: Times, ready: Times, ended: float) -> tuple[Times, Times]:
-    """Seconds forward and backward of each layer, from when it began and when its gradients were there."""
+    """Return the forward and backward seconds of each layer, from the times of its begin and of its gradients."""
     layers = list(begun)
     forward: Times = {}
-    # The first gradient is there when the last layer's forward and backward are done: a third of that is forward.
+    # The first gradient is there when the last layer's forward and backward are done: a third of that time is forward.
     first = min(ready.values(), default=ended)
     turn = begun[layers[-1]] + (first - begun[layers[-1]]) / 3 if layers else started
     begins = [started, *(begun[layer] for layer in layers[1:]), turn]

@@ -240,7 +240,7 @@ def test_a_daemon_with_an_unknown_smb_isa_ends_with_one_line(tmp_path: Path) -> 
 def test_a_client_with_an_unknown_smb_isa_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """By an error of ours, which commands print as one line, not by the import."""
     monkeypatch.setenv("SMB_ISA", "avx9")
-    with pytest.raises(InvalidArgumentError, match="SMB_ISA must be one of .*, not avx9"):
+    with pytest.raises(InvalidArgumentError, match=r"SMB_ISA must be one of .*, not avx9"):
         EngineClient(1)
 
 

@@ -25,7 +25,7 @@ def test_every_scheme_has_a_recipe() -> None:
 
 def test_a_scheme_that_is_not_there_is_refused() -> None:
     """An unknown scheme is refused, and the message names what there is."""
-    with pytest.raises(InvalidArgumentError, match=r"there is no scheme 'nonsense'; there are: bsp, .*seasgd"):
+    with pytest.raises(InvalidArgumentError, match=r"unknown scheme 'nonsense'; known are bsp, .*seasgd"):
         DemoConfig(scheme="nonsense")
 
 
@@ -40,8 +40,8 @@ def test_options_take_the_place_of_the_recipes_settings() -> None:
 @pytest.mark.parametrize(
     ("option", "value", "says"),
     [
-        ("transport", "carrier-pigeon", "there are: auto, shm, tcp"),
-        ("workers", 1, "takes 2 or more"),
+        ("transport", "carrier-pigeon", "known are auto, shm, tcp"),
+        ("workers", 1, "must be at least 2"),
         ("servers", 0, "must be more than 0"),
         ("epochs", 0.0, "must be more than 0"),
         ("target", 97.0, "between 0 and 1"),

@@ -117,7 +117,7 @@ def test_a_scripts_own_errors_name_its_line(tmp_path: Path) -> None:
     for text, error in (
         ("def model(:\n", r"mine\.py: SyntaxError: .*line 1"),
         (model + "def loss(m, b):\n    return m(b[:, :1]).sum()\n", r"mine\.py, line 5: RuntimeError: mat1 and mat2"),
-        (model + "def loss(m, b): return m(b)\n", r"loss\(\) returned no scalar, but torch\.Size\(\[8, 2\]\)"),
+        (model + "def loss(m, b): return m(b)\n", r"loss\(\) must return a scalar, not torch\.Size\(\[8, 2\]\)"),
     ):
         file.write_text(text)
         with pytest.raises(Error, match=error):
@@ -127,11 +127,11 @@ def test_a_scripts_own_errors_name_its_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "error"),
     [
-        ("x = 1\n", r"it defines no model\(\), batch\(\), loss\(\)"),
+        ("x = 1\n", r"must define model\(\), batch\(\), loss\(\)"),
         ("def model(): return 7\ndef batch(n): pass\ndef loss(m, b): pass\n", "returned int, not a torch.nn.Module"),
         (
             "import torch\ndef model(): return torch.nn.ReLU()\ndef batch(n): pass\ndef loss(m, b): pass\n",
-            "without parameters to train",
+            "a module with parameters to train",
         ),
     ],
 )
@@ -140,5 +140,5 @@ def test_what_is_no_such_script(tmp_path: Path, text: str, error: str) -> None:
     file.write_text(text)
     with pytest.raises(InvalidArgumentError, match=error):
         measure_script(file, 8)
-    with pytest.raises(InvalidArgumentError, match="no such file"):
+    with pytest.raises(InvalidArgumentError, match="does not exist"):
         measure_script(tmp_path / "other.py", 8)
