@@ -193,7 +193,7 @@ class Client:
         self._coordinator = self._session.coordinator
         self._lock = threading.Lock()
         self._homes: dict[tuple[pb.Kind, str], Home] = {}
-        self._copies: dict[str, int] = {}  # of locks for which a number of copies above one was asked
+        self._copies: dict[str, int] = {}  # number of copies of locks, if more than one was asked for
         _open.add(self)
 
     @property

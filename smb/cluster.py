@@ -74,7 +74,7 @@ class Daemon:
         host, port = parse_address(self._options[option])
         if port != 0:
             return
-        with contextlib.suppress(OSError):  # not an address of this host: the daemon reports that better
+        with contextlib.suppress(OSError):  # the address is not one of this host: the daemon reports that better
             family, kind, protocol, _, where = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
             kept = socket.socket(family, kind, protocol)
             self._kept.append(kept)

@@ -16,7 +16,7 @@ class Described(Protocol):
 
     @property
     def name(self) -> str:
-        """Its name."""
+        """The buffer's name."""
 
     @property
     def versions(self) -> int:

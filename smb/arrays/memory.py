@@ -377,7 +377,8 @@ class _MappedMemory:
     """Owns a mapping; numpy arrays on it keep it alive."""
 
     def __init__(self, address: int, nbytes: int, length: int) -> None:
-        # Not at exit: other threads may still use the mapping then, and the end of the process unmaps it anyway.
+        # The finalizer does not run at exit: other threads may still use the mapping then, and the end of the process
+        # unmaps it anyway.
         weakref.finalize(self, unmap, address, nbytes).atexit = False
         self.__array_interface__ = {"version": 3, "shape": (length,), "typestr": "|u1", "data": (address, False)}
 

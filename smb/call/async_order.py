@@ -80,7 +80,7 @@ class Turns:
         self.key, self.itemsize = key, itemsize
         self.quiet = Switch()
         self.quiet.open = True
-        self.tags: set[int] = set()  # of calls that have not ended
+        self.tags: set[int] = set()  # tags of calls that have not ended
 
 
 class _Future(Future[Any]):

@@ -66,7 +66,7 @@ class ClusterSession:
         self._pid = os.getpid()
         self.transport = transport  # the user's choice
         self._closed = False
-        self.switch = Switch()  # of its buffers' direct calls: closing it stops them
+        self.switch = Switch()  # the switch of its buffers' direct calls; closing it stops them
         self.switch.open = True
         self._lock = threading.Lock()
         self._turns: weakref.WeakValueDictionary[int, Turns] = weakref.WeakValueDictionary()  # by buffer id
@@ -80,7 +80,7 @@ class ClusterSession:
         checksums = shared.checksum if checksum is None else checksum
         self.engine = EngineClient(session_id, checksums=checksums, proofs=credentials is not None)
         self.calls = AsyncCalls(AsyncOperations(self.engine))
-        # not at exit: other threads' calls go on until the process ends
+        # Python's exit does not close the engine: other threads' calls go on until the process ends
         weakref.finalize(self, self.engine.close).atexit = False
         ours = weakref.ref(self)
         self._links = Links(

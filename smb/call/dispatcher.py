@@ -320,7 +320,6 @@ class Dispatcher:
         return number
 
     def _do_rest(self, call: _Call, left: list[range]) -> int:
-        """Do the parts of a change that its servers did not accept."""
         do = functools.partial(self.call, fence=call.fence, others=call.others, deadline=call.deadline, in_turn=True)
         number = do_rest(self, call.request, left, do)
         here.finished = call.made
@@ -443,7 +442,6 @@ class Dispatcher:
         return error
 
     def _known_of(self, call: _Call, failed: Outcome) -> CallOutcome:
-        """Return the known outcome of a call that failed."""
         if call.request.opcode is Opcode.READ or not failed.sent:
             known: CallOutcome = NOT_APPLIED
         else:

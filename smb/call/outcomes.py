@@ -45,10 +45,10 @@ class Failed:
     calls: object  # the dispatcher that made the call
     elements: range  # all elements of the call
     unknown: UnknownParts | None = None
-    missing: tuple[range, ...] = ()  # not applied, nor will they be; in addition to `unknown`
+    missing: tuple[range, ...] = ()  # elements that were not applied and will not be, in addition to `unknown`
     sending: TakenOut | None = None  # taken out of a residual; put back at most once
     settled: bool = False
-    future: Future[Any] | None = None  # of an async call that goes on: the call's outcome is the future's
+    future: Future[Any] | None = None  # set for an async call that goes on; the call's outcome is the future's
 
 
 def ranges_of(parts: list[tuple[int, int]], itemsize: int) -> list[range]:

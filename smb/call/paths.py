@@ -49,7 +49,7 @@ class Paths:
         self._target = target
         self._turns = turns
         self._lock = threading.Lock()  # held while paths are being found
-        self._gated_links: tuple[tuple[Link, ...], ...] = ()  # of each segment
+        self._gated_links: tuple[tuple[Link, ...], ...] = ()  # for each segment
         self._homes: tuple[Home, ...] = ()
         self._ask_first = False  # ask the coordinator before the next search for paths: a server may have moved
 
@@ -217,7 +217,6 @@ class Paths:
         return handle
 
     def _attach(self, deadline: Deadline) -> BufferHandle:
-        """Find the best path to every segment."""
         layout = self.info.layout
         try:
             paths = self.session.reach(layout.segments, layout.epoch, deadline)

@@ -134,8 +134,8 @@ def _may_be_lost(ended: Ended, facts: Facts) -> bool:
 class Refusal(Enum):
     """Why a segment could not be reached."""
 
-    AWAY = auto()  # its server does not answer, or a new run of the daemon does
-    DENIED = auto()  # its server refuses this session, or does not have the segment
+    AWAY = auto()  # the server does not answer, or a new run of the daemon does
+    DENIED = auto()  # the server refuses this session, or does not have the segment
     NO_WAY = auto()  # no transport leads to its server
 
 

@@ -18,7 +18,7 @@ class Session(Protocol):
 
     timeout: float  # seconds, of each call
     timeout_ms: int
-    switch: Switch  # open while direct calls may begin
+    switch: Switch  # is open while direct calls may begin
     engine: EngineClient
     coordinator: Coordinator
     calls: AsyncCalls

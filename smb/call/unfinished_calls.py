@@ -111,7 +111,6 @@ def bring(
 
 
 def _read_for(source: Source, read: Request, deadline: Deadline) -> Any:
-    """Return memory that holds the values of a source for a read."""
     values = np.empty(read.nbytes, np.uint8)
     memory = engine.memory_of(values)
     source.call(read._replace(sink=memory), deadline=deadline)

@@ -27,9 +27,9 @@ from smb.transport.base import Deadline
 
 _LOOKS = 2  # attempts to read a version, before a reader that loses against the publisher pins it
 _LOOK_S = 0.5  # after this time a read checks whether its version is still there, and pins it
-_BLOCK_BYTES = 1 << 20  # of such a read at first; fast reads use larger blocks
+_BLOCK_BYTES = 1 << 20  # first block of such a read; fast reads use larger blocks
 _BLOCK_MIN = 1 << 14  # elements
-_VERSION_BITS = 56  # of a publisher's turn; the bits above have the slot
+_VERSION_BITS = 56  # bits of a publisher's turn; the bits above have the slot
 _VERSION_MASK = 2**_VERSION_BITS - 1
 
 _log = logging.getLogger("smb")
@@ -155,7 +155,7 @@ class Versions:
         deadline = Deadline(self._calls.session.timeout, started)
         itemsize = self._arguments.itemsize
         ends = list(accumulate(count for _, count, _ in ranges))
-        count = ends[-1] if ends else 0  # of all ranges
+        count = ends[-1] if ends else 0  # elements of all ranges
         if not self._calls.turns.quiet.open and count:
             first = min(offset for offset, length, _ in ranges if length)
             last = max(offset + length for offset, length, _ in ranges if length)
@@ -330,7 +330,6 @@ class Versions:
         return slot * self._calls.info.copy_stride_bytes // self._arguments.dtype.itemsize
 
     def _read(self, offset: int, count: int, sink: Any, wire: int, started: float | None = None) -> None:
-        """Read elements of the memory of all slots."""
         itemsize = self._arguments.itemsize
         request = Request(Opcode.READ, offset * itemsize, count * itemsize, sink=sink, wire=wire)
         self._calls.call(request, started=started)

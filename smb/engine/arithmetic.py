@@ -33,7 +33,7 @@ def op_accepts(dtype_number: int, op: int, scale: float) -> bool:
     return bool(lib.smb_op_accepts(dtype_number, op, scale))
 
 
-SOURCES_MAX = int(lib.SMB_SOURCES_MAX)  # of one accumulate_from
+SOURCES_MAX = int(lib.SMB_SOURCES_MAX)  # limit of one accumulate_from
 
 
 def apply_op(dtype_number: int, op: int, target: Any, source: Any, count: int, scale: float) -> None:

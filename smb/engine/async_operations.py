@@ -21,7 +21,7 @@ class AsyncEventKind(IntEnum):
     """What has happened to an operation."""
 
     DONE = lib.SMB_ASYNC_DONE  # the operation has ended and is removed
-    FAILED = lib.SMB_ASYNC_FAILED  # its turn lasts until end()
+    FAILED = lib.SMB_ASYNC_FAILED  # the operation's turn lasts until end()
     BEGIN = lib.SMB_ASYNC_BEGIN  # the turn of a call of the caller's has begun; it lasts until end()
     CANCELLED = lib.SMB_ASYNC_CANCELLED  # the operation had not begun; call end()
 

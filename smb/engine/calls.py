@@ -10,7 +10,7 @@ from smb._engine import ffi, lib
 from smb.engine.enums import Opcode, Status
 
 NOWHERE: Any = ffi.NULL
-_NOT_ENDED = -1  # not a status of the engine
+_NOT_ENDED = -1  # a number that the engine does not use for a status
 
 
 class Request(NamedTuple):

@@ -172,7 +172,8 @@ class LocalFile:
     def __init__(self, path: Path) -> None:
         """Raises OSError, and InvalidArgumentError for a pipe, a socket or a device."""
         self._file = os.fdopen(open_regular(path), "rb", buffering=0)
-        self.nbytes = os.fstat(self._file.fileno()).st_size  # of the open file: another file may be at the path by now
+        # size of the open file: another file may be at the path by now
+        self.nbytes = os.fstat(self._file.fileno()).st_size
 
     def read_into(self, offset: int, out: Octets) -> int:
         return os.preadv(self._file.fileno(), [out.data], offset)
@@ -222,7 +223,6 @@ class _Checked:
 
 
 def _sums_beside(path: Path) -> Sums | None:
-    """Return the checksums beside a file, None if there are none."""
     try:
         return Sums.of_file(sums_path(path))
     except FileNotFoundError:
@@ -230,7 +230,6 @@ def _sums_beside(path: Path) -> Sums | None:
 
 
 def _count(source: Reads) -> int:
-    """Return the number of its blocks."""
     return -(-source.nbytes // BLOCK_BYTES)
 
 
@@ -403,7 +402,6 @@ def _restored(
     client: Client, source: Reads, spec: FileSpec, name: str, replace: bool, replicas: int | None, progress: Progress,
     state: RestoreProgress,
 ) -> Buffer:  # fmt: skip
-    """Make a buffer from a file, continuing an interrupted restore."""
     private = private_name(name, f"restore-{state.key}")
     sums, buffer = state.sums(), _open(client, private)
     if buffer is None and sums is not None:
@@ -436,7 +434,8 @@ def _restored(
         # A later call continues from here; but memory that a server has lost stays lost.
         if not isinstance(error, (KeyboardInterrupt, UnavailableError, DeadlineError)) or LOST in str(error):
             left = _open(client, private)
-            if left is not None and (buffer is None or left.info.id == buffer.info.id):  # not another host's
+            # the buffer is not another host's
+            if left is not None and (buffer is None or left.info.id == buffer.info.id):
                 sweep(client, left)
             state.end()
         raise

@@ -89,7 +89,7 @@ class OpenFile:
             content = self._frozen or cast(FileNode, self._node).content
             try:
                 return content.read_into(offset, out)
-            except Error as error:  # not a context manager, since this path must be fast
+            except Error as error:  # a context manager would be slower, and this path must be fast
                 if self._content is content:
                     raise os_error(error, gone=errno.ESTALE) from error
 

@@ -205,7 +205,6 @@ class NameTree:
         return node
 
     def _is_current(self, path: str, buffer_id: int) -> bool:
-        """Return True if a path still shows that buffer."""
         found = self._find(path)
         return (
             found is not None and found.info.id == buffer_id and self._catalogue.is_current(found.shown.name, buffer_id)
@@ -361,7 +360,7 @@ class NameTree:
     def _end_hidden(self, path: str, hidden: _Hidden) -> None:
         with self._lock:
             if self._hidden.get(path) is not hidden:
-                return  # it has ended, and the path may have been hidden again, for another file
+                return  # the hidden file has ended, and the path may have been hidden again, for another file
             self._unhide(path)
             try:
                 found = self._look(path)
@@ -400,7 +399,8 @@ class NameTree:
                 self._rename(path, new_path, replace, copied)
             finally:
                 if copied is not None:
-                    with suppress(Error):  # it usually has its new name; otherwise sweep() of the next mount finds it
+                    # the buffer usually has its new name; otherwise sweep() of the next mount finds it
+                    with suppress(Error):
                         self.client.delete(copied.name, missing_ok=True)
 
     def _rename(self, path: str, new_path: str, replace: bool, copied: Copied | None) -> None:
@@ -442,7 +442,7 @@ class NameTree:
             )
         target = new_path[: len(new_path) - len(form.value)]
         modified = self._modified.get(found.info.id, time.time_ns())
-        buffer_id = found.info.id  # of the buffer that has the new path at the end
+        buffer_id = found.info.id  # id of the buffer that has the new path at the end
         spec = self._maker.new_spec(found, target, new_path)
         if spec is not None:
             with nullcontext() if node is None else node.lock:

@@ -155,7 +155,7 @@ class StagedFile:
         self.nbytes = 0
         self._directory = directory
         self._memory = _Memory()
-        # Not at the exit of the process, which releases everything.
+        # The finalizer does not run at the exit of the process, which releases everything.
         weakref.finalize(self, self._memory.end).atexit = False
         self._fd = -1  # the file for bytes that have no room in memory, which begin at its offset 0
 

@@ -79,7 +79,7 @@ def left_by_dead(name: str) -> bool:
     if not private or not boot_id() or not rest.startswith(_process_start()) or not owner.isdigit():
         return False
     try:
-        os.kill(int(owner), 0)  # of this process's PID namespace; /proc may show another one
+        os.kill(int(owner), 0)  # a pid of this process's PID namespace; /proc may show another one
     except ProcessLookupError:
         return True
     except (OSError, OverflowError):

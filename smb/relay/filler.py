@@ -117,7 +117,7 @@ class Filler:
             with self.changed:
                 self.fill = None
             fill.end()
-            teller.join()  # its last words must not be published after those of the next fill
+            teller.join()  # this fill's last words must not be published after those of the next fill
         if fill.failure is not None:
             raise fill.failure
         if fill.done:

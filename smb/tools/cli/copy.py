@@ -145,7 +145,7 @@ def _progress(what: str, quiet: bool) -> Iterator[Callable[[int, int], None]]:
     task = bar.add_task(what, total=None)
 
     def show(done: int, total: int) -> None:
-        bar.start()  # not before: nothing is shown for a call that is refused, or copied by the servers
+        bar.start()  # started late, so that nothing is shown for a call that is refused, or copied by the servers
         bar.update(task, completed=done, total=total)
 
     try:

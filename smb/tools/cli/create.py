@@ -84,7 +84,7 @@ def create(
                 name, extents, dtype, servers=servers, stripe=stripe_bytes, replicas=replicas, versions=versions,
                 like=like, state_of=state_of, wire=wire, exist_ok=exist_ok,
             )  # fmt: skip
-        except AlreadyExistsError as error:  # its advice is in Python's terms
+        except AlreadyExistsError as error:  # the error's advice is in Python's terms
             raise AlreadyExistsError(str(error).replace("exist_ok=True", "--exist-ok")) from None
         if as_json:
             print_json(buffer_json(buffer))

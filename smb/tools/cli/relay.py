@@ -55,7 +55,6 @@ def relay(
 
 
 def _why_none(client: Client, name: str) -> str:
-    """Return why --auto found no memory server."""
     parts = Counter(segment.server for segment in client.open(name).layout.segments)
 
     def why_not(server: ServerInfo) -> str:

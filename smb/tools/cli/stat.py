@@ -71,7 +71,6 @@ def stat(
 
 
 def _moving_with(client: Client, buffer: Buffer) -> list[str]:
-    """Return the names of the buffers that move together with it."""
     if not any(segment.group for segment in buffer.layout.segments):
         return []
     return [info.name for info in client.list() if info.name != buffer.name and info.moves_with(buffer.info)]

@@ -43,7 +43,7 @@ def show_workers(found: GroupStatus) -> None:
             str(worker.pid),
             format_ago(worker.joined),
             *(str(number) for number in (worker.clock, worker.contributions, worker.refused, worker.staleness)),
-            str(worker.samples) if worker.samples else "-",  # not counted
+            str(worker.samples) if worker.samples else "-",  # samples are not counted
             style=None if worker.alive else "dim",
         )
     console().print(rows)
@@ -189,7 +189,7 @@ def _epochs(found: GroupStatus) -> str:
 
 
 def _samples(found: GroupStatus) -> str:
-    return str(found.samples) if found.samples else "-"  # not counted
+    return str(found.samples) if found.samples else "-"  # samples are not counted
 
 
 def _alive(found: GroupStatus) -> int:

@@ -18,7 +18,7 @@ from smb.errors import Error, InvalidArgumentError
 # Constants of the code and of TCP, as in docs/scaling.md (tests/unit/tools/test_plan_model.py compares them with
 # perf.model).
 FRAME_BYTES, CHUNK_BYTES = 64, 256 << 10
-CONNECTIONS_MAX = 4096  # of one server
+CONNECTIONS_MAX = 4096  # limit of one server
 CONNECTION_BYTES = 2 << 20  # in flight on one connection (docs/decisions.md, 0034)
 SEGMENT_BYTES, PACKET_BYTES = 1448, 1514  # payload of a packet, and the bytes that it takes on a link
 # Measured on this project's machine over loopback (docs/scaling.md): the cost of a call in addition to the round trip,

@@ -571,7 +571,6 @@ def _completion_channel(make: Callable[[Any], Any], context: Any) -> tuple[Any, 
 
 
 def _event_fds() -> set[int]:
-    """Return the descriptors of completion channels."""
     found = set()
     for entry in Path("/proc/self/fd").iterdir():
         try:

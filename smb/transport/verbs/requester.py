@@ -412,7 +412,6 @@ class Carrier:
             del self._outgoing[: len(message)]
 
     def _take_message(self, message: bytes) -> None:
-        """Process answers of the server."""
         for at in range(0, len(message) - FRAME_BYTES + 1, FRAME_BYTES):
             frame = message[at : at + FRAME_BYTES]
             opcode, sequence, payload = _ANSWER.unpack(frame)
