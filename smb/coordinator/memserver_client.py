@@ -97,8 +97,8 @@ class MemoryServers:
         stamp: Stamp | None = None,
         alive: Callable[[], bool] = lambda: True,
     ) -> int:
-        """Have the server make the segment, and return the server's used bytes. Waits while the server is `alive`, for as
-        long as the segment's size allows. Raises OutOfMemoryError, UnavailableError (outcome unknown), and
+        """Have the server make the segment, and return the server's used bytes. Waits while the server is `alive`, for
+        as long as the segment's size allows. Raises OutOfMemoryError, UnavailableError (outcome unknown), and
         InvalidArgumentError if the server's version has no bundles.
         """
         bundle_id = 0 if segment.group == segment.id else segment.group  # a bundle of one needs no support for bundles

@@ -117,7 +117,8 @@ def test_a_leader_that_stood_by_shows_the_certificate_of_now(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("days", "name", "reason"), [(-1, "a", "certificate has expired"), (30, "b", "expected the certificate of a.server.smb")]
+    ("days", "name", "reason"),
+    [(-1, "a", "certificate has expired"), (30, "b", "expected the certificate of a.server.smb")],
 )
 def test_the_error_says_what_tls_objects_to(tmp_path: Path, days: int, name: str, reason: str) -> None:
     """As the server's certificate is not what it has to be, not the network's fault."""

@@ -88,7 +88,10 @@ def test_a_server_with_a_new_certificate(tmp_path: Path, address: str, way: str)
                 for _ in range(2):
                     with pytest.raises(grpc.RpcError) as refused:
                         ask(stub, "call")
-                    assert 'role "server", name "a"; expected the certificate of coordinator.smb' in refused.value.details()
+                    assert (
+                        'role "server", name "a"; expected the certificate of coordinator.smb'
+                        in refused.value.details()
+                    )
                     assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
     with pytest.raises(ValueError, match="closed channel"):
         ask(stub, "call")
