@@ -332,12 +332,12 @@ def test_what_create_refuses(client: smb.Client) -> None:
     client.create("beside", like=weights, replicas=2)
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"state_of": weights, "like": weights}, "leave out like="),
-        ({"state_of": weights, "tensors": {"a": ((1,), "float32")}}, "leave tensors= out"),
+        ({"state_of": weights, "tensors": {"a": ((1,), "float32")}}, "leave out tensors="),
         ({"state_of": weights, "versions": 2}, "leave out versions="),
         ({"state_of": weights, "servers": 1}, "leave both out"),
         ({"state_of": weights, "stripe": "4KiB"}, "leave both out"),
-        ({"state_of": weights, "replicas": 1}, "the weights 'w' have replicas=2; their state has as many"),
-        ({"state_of": one, "replicas": 2}, "the weights 'one' have replicas=1; their state has as many"),
+        ({"state_of": weights, "replicas": 1}, "the weights 'w' have replicas=2; their state must have as many"),
+        ({"state_of": one, "replicas": 2}, "the weights 'one' have replicas=1; their state must have as many"),
         ({"state_of": weights, "shape": 5}, "leave out shape and dtype"),
         ({"state_of": news}, "keeps several versions"),
     ]

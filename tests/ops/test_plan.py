@@ -121,10 +121,13 @@ def test_a_cluster_is_measured() -> None:
         ),
         ((str(SPEC), *LINK, "--rtt", "20"), "such as 20ms or 50us, not '20'"),
         ((str(SPEC), *LINK, "--servers", "none"), "--servers must be a positive integer or 'workers', not none"),
-        ((str(SPEC), *LINK, "--workers", "1,,2"), "--workers 1,,2: numbers from 1"),
-        ((str(SPEC), *LINK, "--workers", "0"), "--workers 0: numbers from 1"),
+        (
+            (str(SPEC), *LINK, "--workers", "1,,2"),
+            "--workers must be integers from 1 to 100000, separated by commas, not 1,,2",
+        ),
+        ((str(SPEC), *LINK, "--workers", "0"), "separated by commas, not 0"),
         ((str(SPEC), *LINK, "--schemes", "adam"), "unknown scheme 'adam'; known are bsp, asp"),
-        ((str(SPEC), *LINK, "--wire", "int3"), "wire='int3' is none of exact"),
+        ((str(SPEC), *LINK, "--wire", "int3"), "wire must be one of exact, bfloat16, float16, int8, int4, not 'int3'"),
         ((str(SPEC), *LINK, "--step-wire", "int3"), "step_wire must be one of exact"),
         ((str(SPEC), *LINK, "--fragments", "51"), "fragments must be a whole number from 1 to every=50"),
         (

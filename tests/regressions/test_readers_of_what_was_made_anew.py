@@ -57,7 +57,7 @@ def test_deleted_and_made_anew(cluster: smb.LocalCluster, follower: smb.torch.Fo
     with smb.connect(cluster.address) as trainer:
         trainer.delete(NAME)
         publish(trainer, 7.0, elements)
-        with pytest.raises(smb.NotFoundError, match="made anew"):
+        with pytest.raises(smb.NotFoundError, match="deleted and created again"):
             follower.state_dict()
 
 

@@ -97,7 +97,7 @@ def test_no_publication_waits_longer_than_its_bound(
     assert caught.value.outcome == "not applied"
     assert waited
     assert max(waited) < 5
-    with pytest.raises(smb.InvalidArgumentError, match="readers="):
+    with pytest.raises(smb.InvalidArgumentError, match="readers must be between"):
         trainer.publish(np.ones(_SIZE, np.float32), readers=0)
 
 

@@ -241,7 +241,7 @@ SMALL: dict[str, tuple[str, bytes, str]] = {
         b'{"bytes": 4, "compute_ms": {"1": 1' + b"0" * 400 + b', "2": 2}}',
         "must be a number of milli",
     ),
-    "name.json": ("plan", json.dumps({"x" * 200_000: 1}).encode(), "a spec has no 'xxx"),
+    "name.json": ("plan", json.dumps({"x" * 200_000: 1}).encode(), "a spec must not have 'xxx"),
     "deep.toml": ("plan", b"a = " + b"[" * 100_000, "its values are nested too deep"),
 }
 

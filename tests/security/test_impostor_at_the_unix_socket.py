@@ -111,7 +111,7 @@ def test_the_refusal_says_whose_socket_it_is(robbed: tuple[smb.LocalCluster, sub
     cluster, impostor = robbed
     with smb.connect(cluster.address, transport="shm") as client:
         buffer = client.create("w", 1000)
-        with pytest.raises(smb.TransportError, match=f"was made by user {STRANGER}, whom this process, of user 0"):
+        with pytest.raises(smb.TransportError, match=rf"was made by user {STRANGER}, whom this process \(user 0\)"):
             buffer.read()
     told = end(impostor)  # the last test of the module
     assert "GOT" not in told, told

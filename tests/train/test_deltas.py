@@ -118,7 +118,7 @@ def test_what_lies_beside_a_state_has_no_mirrors(connect: Connect, capsys: pytes
     smb.torch.Publisher(client, "w", state_of(0), deltas=4, servers=["server-0"]).publish()
     code, _, said = run_smb(capsys, client, "relay", "w.log", "--auto")
     assert code == 1
-    assert "relay of 'w.log': it belongs to the published state 'w'; mirror that" in said
+    assert "relay of 'w.log': this buffer belongs to the published state 'w'; mirror that" in said
     assert len(client.relay("w")) == 2
     client.create("v", 4)
     for name in ("v.log", "u.log"):
