@@ -339,7 +339,7 @@ def test_what_create_refuses(client: smb.Client) -> None:
         ({"state_of": weights, "replicas": 1}, "the weights 'w' have replicas=2; their state must have as many"),
         ({"state_of": one, "replicas": 2}, "the weights 'one' have replicas=1; their state must have as many"),
         ({"state_of": weights, "shape": 5}, "leave out shape and dtype"),
-        ({"state_of": news}, "keeps several versions"),
+        ({"state_of": news}, "keeps 2 versions"),
     ]
     for wishes, told in wrong:
         with pytest.raises(smb.InvalidArgumentError, match=told):

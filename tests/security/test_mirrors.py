@@ -81,7 +81,7 @@ def test_relays_fill_mirrors_and_readers_read_them(
     ):
         with pytest.raises((smb.PermissionDeniedError, smb.InvalidArgumentError)):
             refused()
-    with pytest.raises(smb.InvalidArgumentError, match="it is a mirror"):
+    with pytest.raises(smb.InvalidArgumentError, match="a mirror cannot be published to"):
         team.open(MIRROR).publish(generation(9))
     assert team.stop_relays(SOURCE) == ["server-1", "server-2"]
     assert [info.name for info in team.list()] == [SOURCE]

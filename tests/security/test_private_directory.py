@@ -155,7 +155,7 @@ def test_what_has_the_private_name_is_not_believed(place: Path, kind: str) -> No
         assert line.startswith(f"refused UnavailableError --memory-dir {place / OWN} "), line
         assert "chmod" not in line
     else:
-        assert line.startswith(f"refused InvalidArgumentError --memory-dir {place / OWN} is no directory"), line
+        assert line.startswith(f"refused InvalidArgumentError --memory-dir {place / OWN} is not a directory"), line
     assert f"user {STRANGER}" in line
     assert f"mktemp -d -p {place}" in line
     assert os.path.samestat(before, (place / OWN).lstat())
@@ -222,7 +222,7 @@ def test_memory_of_an_earlier_release_is_taken_along(daemons: Daemons, place: Pa
         both.touch()
         with closing(MemoryDirectory(private, "a")) as held, (place / "smb.a.lock").open() as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # as a server of the earlier release
-            with pytest.raises(smb.AlreadyExistsError, match=f'"a" runs already on {place}; .*all of it is kept'):
+            with pytest.raises(smb.AlreadyExistsError, match=f'"a" runs already on {place}; .*all of them are kept'):
                 take_in(held)
             fcntl.flock(lock, fcntl.LOCK_UN)
             with pytest.raises(smb.UnavailableError, match=f"{both.name} is in {place} and in {private}.*all of it is"):
