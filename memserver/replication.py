@@ -84,6 +84,7 @@ class Replication:
         self._shown = shown
         self._complained: dict[int, str] = {}  # by segment: what was last logged about its backup
         self._lock = threading.Lock()
+        self._taking = threading.Lock()  # a copy begins once all members of its bundle have their roles
         self._parts: dict[int, pb.Replica] = {}
         self._broken: list[pb.BrokenPair] = []
         self._stopping = False
@@ -98,6 +99,10 @@ class Replication:
         move, out of those for which the coordinator asks. Raises NotFoundError or UnavailableError if the coordinator
         asks to confirm a role that this server does not have.
         """
+        with self._taking:
+            return self._take(parts)
+
+    def _take(self, parts: Iterable[pb.Replica]) -> list[int]:
         bound: list[int] = []
         for part in parts:
             if part.let_move:

@@ -267,6 +267,31 @@ static int keep_with_role(struct smb_segment **members, int count, uint32_t epoc
     return kept;
 }
 
+/* The members of a copy are those that have their roles when it begins. If another one gets its role
+ * later, the parts that were sent lack it: the copy is given up, and made anew in the next epoch. */
+static int join_copy(struct segment_bundle *bundle, struct smb_segment *const *members, int count,
+                     uint32_t epoch)
+{
+    int status = SMB_OK;
+    pthread_mutex_lock(&bundle->lock);
+    if (copies(bundle, epoch) && !bundle->copy.whole && count > 0) {
+        for (int i = 0; i < count; i++) {
+            struct replica *replica = replica_at(members[i]);
+            if (bundle->copy.begun && replica->copy_epoch != epoch)
+                status = SMB_STALE_EPOCH;
+            else
+                replica->copy_epoch = epoch;
+        }
+        bundle->copy.begun = true;
+        if (status != SMB_OK) {
+            bundle_stop_forwarding(bundle, SMB_OK);
+            bundle->copy.given_up = true;
+        }
+    }
+    bundle_unlock(bundle);
+    return status;
+}
+
 /* Another member stands for the bundle, and does the copying. */
 static int look_at_copy(struct segment_bundle *bundle, uint32_t epoch)
 {
@@ -286,8 +311,8 @@ int smb_server_copy(struct smb_server *server, uint64_t id, uint32_t epoch, uint
     if (!replica)
         return SMB_NOT_FOUND;
     struct segment_bundle *bundle = replica->bundle;
-    int count = keep_with_role(members, bundle_hold_members(bundle, members), epoch),
-        status = SMB_OK;
+    int count = keep_with_role(members, bundle_hold_members(bundle, members), epoch);
+    int status = join_copy(bundle, members, count, epoch);
     uint64_t before = 0, now = 0;
     for (bool first = true; status == SMB_OK; first = false) {
         pthread_mutex_lock(&bundle->lock);

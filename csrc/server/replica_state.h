@@ -16,6 +16,7 @@ struct wait;
  * copy". */
 struct copy {
     bool under_way;
+    bool begun; /* its members are fixed */
     bool failed;
     bool whole;        /* the coordinator was told that it is complete */
     bool given_up;     /* in this epoch */
@@ -66,6 +67,7 @@ struct replica {
     struct segment_bundle *bundle;
     struct replica *next; /* in the bundle's members */
     bool left;            /* no longer served; under the bundle's lock */
+    uint32_t copy_epoch;  /* of the last copy that it takes part in; under the bundle's lock */
     uint64_t id;
     uint64_t chunk_bytes, data_bytes;
     uint32_t dtype;

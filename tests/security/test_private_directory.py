@@ -225,7 +225,9 @@ def test_memory_of_an_earlier_release_is_taken_along(daemons: Daemons, place: Pa
             with pytest.raises(smb.AlreadyExistsError, match=f'"a" runs already on {place}; .*all of them are kept'):
                 take_in(held)
             fcntl.flock(lock, fcntl.LOCK_UN)
-            with pytest.raises(smb.UnavailableError, match=f"{both.name} is in {place} and in {private}.*all of it is"):
+            with pytest.raises(
+                smb.UnavailableError, match=f"{both.name} is in {place} and in {private}.*all of them are"
+            ):
                 take_in(held)
             both.unlink()
         assert {path.name for path in place.iterdir()} >= {*kept, other.name} - {"smb.a.lock"}

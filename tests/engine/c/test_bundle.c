@@ -283,6 +283,31 @@ static void a_member_that_is_in_no_record(void)
     stop(&pair);
 }
 
+/* A member gets its role when parts of the copy were sent without it: the copy is given up, and never
+ * counts as whole. */
+static void a_member_that_gets_its_role_too_late(void)
+{
+    struct pair pair;
+    uint64_t copied = 0, total = 0;
+    start(&pair);
+    lose(&pair, 1);
+    for (uint64_t id = ID + 1; id <= ID + (uint64_t)pair.members; id++) {
+        uint64_t member = id == ID + (uint64_t)pair.members ? ID : id; /* the first one last */
+        if (member == ID)
+            (void)copies_told(&pair);
+        CHECK_EQ(smb_server_set_replica(pair.servers[1], member, 2, SMB_REPLICA_BACKUP, true, false,
+                                        "peer"),
+                 SMB_OK);
+        CHECK_EQ(smb_server_set_replica(pair.servers[0], member, 2, SMB_REPLICA_PRIMARY, true, true,
+                                        "peer"),
+                 SMB_OK);
+    }
+    for (uint64_t id = ID; id < ID + (uint64_t)pair.members; id++)
+        CHECK_EQ(smb_server_copy(pair.servers[0], id, 2, CHUNK, &copied, &total), SMB_STALE_EPOCH);
+    CHECK_EQ(smb_server_abandon_copy(pair.servers[0], ID, 2), SMB_OK);
+    stop(&pair);
+}
+
 struct deletion {
     struct pair *pair;
     uint64_t id;
@@ -505,6 +530,7 @@ int main(void)
         TEST(no_part_of_a_step_is_told_before_the_backup_has_it),
         TEST(a_bundle_is_copied_under_load),
         TEST(a_member_that_is_in_no_record),
+        TEST(a_member_that_gets_its_role_too_late),
         TEST(a_member_leaves),
         TEST(a_member_leaves_a_slow_backup),
         TEST(a_member_leaves_without_the_backup),
