@@ -136,6 +136,7 @@ LEFT_OUT = {
     "regressions/test_swept_by_another_namespace.py": "is about files and PID namespaces",
     "regressions/test_saves_that_overlap.py": _ELSEWHERE,
     "regressions/test_what_top_says_of_trainings.py": "is about the coordinator",
+    "regressions/test_advice_about_quarantine.py": "is about the coordinator",
     "regressions/test_who_leads_is_told_at_the_end.py": "is about the coordinator",
     "regressions/test_what_is_closed_is_let_go.py": "is about buffers of two copies, which are not reached over RDMA",
     "regressions/test_outcomes_over_a_change_of_leader.py": "is about the coordinator",

@@ -197,7 +197,10 @@ def _of_records(state: State, now: Instant) -> Iterator[Problem]:
         nbytes = format_bytes(sum(each.nbytes for each in held.values()))
         title = f"{server} keeps {nbytes} that no record accounts for"
         detail = f"{len(held)} segments are quarantined: they may be the last copies of buffers that the records lack."
-        action = f"See smb status. Restore newer records of the coordinator, or free the memory: smb forget {server}"
+        action = (
+            f"smb status lists the segments with the reasons. Restore newer records of the coordinator, or free the "
+            f"memory for good: smb forget {server} SEGMENT for one segment, smb forget {server} --all for all of them"
+        )
         yield Problem(WARNING, title, detail, action, ("server", server))
 
 
