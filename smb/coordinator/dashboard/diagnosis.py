@@ -32,22 +32,28 @@ USUAL = frozenset({"timeout", "busy", "disconnected", "broken", "session_ended",
 _STRANGE = {
     "protocol": (
         "were not in our protocol",
-        "A program that is not a client of this cluster connects to its port: find out which one.",
+        "A program that is not a client of this cluster connects to the server's port: find out which one.",
     ),
     "version": ("used another version of the protocol", "Install the same version of smb on clients and servers."),
-    "denied": ("asked for something that the client may not do", "Its log says who asked for what."),
+    "denied": ("were refused for lack of rights", "The server's log says which client asked for what."),
     "checksum": (
         "arrived damaged",
         "A network card or link on the way changes bytes: compare the hosts that are affected.",
     ),
-    "system": ("failed in the operating system", "See its log; a limit on descriptors or memory is likely."),
+    "system": (
+        "failed in the operating system",
+        "Read the server's log. The likely cause is a limit on file descriptors or memory.",
+    ),
     "out_of_memory": ("were refused for lack of memory", "Delete buffers, or give the server's host more memory."),
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """`about` is ("server" or "buffer", its name), or ("", ""). `since` is seconds since 1970; 0: unknown."""
+    """A problem, and what to do about it. `smb top` shows the title and the action without the detail.
+
+    `about` is ("server" or "buffer", its name), or ("", ""). `since` is seconds since 1970; 0: unknown.
+    """
 
     severity: str
     title: str
@@ -59,7 +65,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """What lies on a server: titles, without mirrors, and the names of the buffers that have mirrors there."""
+    """The buffers on a server: the titles of those that are not mirrors, and the names of the mirrors' sources."""
 
     titles: list[str] = field(default_factory=list)
     mirrored: list[str] = field(default_factory=list)
@@ -87,19 +93,23 @@ def problems(state: State, seen: Seen, now: Instant) -> list[Problem]:
 def _of_coordinator(seen: Seen) -> Iterator[Problem]:
     if seen.store_error:
         detail = (
-            f"{seen.store_error}. Nothing can be created, and no new client can join once the disk's reserve is used; "
-            f"work on open buffers goes on."
+            f"{seen.store_error}. Nothing can be created. Once the disk's reserve is used up, new clients cannot "
+            f"connect either. Work on open buffers goes on."
         )
-        action = "Make room on the disk of its --state, or find out why it cannot be written. It tries again by itself."
+        action = (
+            "Make room on the disk of the coordinator's --state, or find out why the coordinator cannot write there. "
+            "The coordinator tries again by itself."
+        )
         yield Problem(CRITICAL, "The coordinator cannot store anything", detail, action)
     elif seen.state_free_bytes is not None and seen.state_free_bytes < STATE_LOW_BYTES:
-        detail = f"{format_bytes(seen.state_free_bytes)} are left. When it is full, nothing can be created."
-        yield Problem(WARNING, "The coordinator's disk is nearly full", detail, "Make room on the disk of its --state.")
+        detail = f"{format_bytes(seen.state_free_bytes)} are left. When the disk is full, nothing can be created."
+        action = "Make room on the disk of the coordinator's --state."
+        yield Problem(WARNING, "The coordinator's disk is nearly full", detail, action)
     if seen.failed_calls:
         count = sum(seen.failed_calls.values())
         title = f"{count} {'call' if count == 1 else 'calls'} failed inside the coordinator"
         detail = f"In the last minute: {_listed(sorted(seen.failed_calls))}."
-        yield Problem(WARNING, title, detail, "See its log.")
+        yield Problem(WARNING, title, detail, "Read the coordinator's log.")
 
 
 def _of_gone_server(seen: Seen, server: ServerRecord, held: _Held) -> Problem:
@@ -109,24 +119,24 @@ def _of_gone_server(seen: Seen, server: ServerRecord, held: _Held) -> Problem:
         return Problem(
             NOTE,
             what,
-            "It has no part of any buffer.",
+            "No data has its only copy on this server.",
             "",
             ("server", server.name),
             left or server.last_seen_at,
         )
-    details = [f"It last answered at {server.data_address}."]
+    details = [f"Its last address was {server.data_address}."]
     lost = []
     if held.titles:
         details.append(
-            f"It holds a part of {_listed(held.titles)}. Calls on these over TCP wait for it and fail at the client's "
-            f"timeout. Acknowledged changes are still in its host's memory."
+            f"It holds a part of {_listed(held.titles)}. Calls that need this part over TCP wait for the server, and "
+            f"fail at the client's timeout. Unless the host was restarted, its memory has all acknowledged changes."
         )
-        lost.append(f"delete and create again: {_listed(held.titles)} (smb rm NAME)")
+        lost.append(f"delete these buffers (smb rm NAME) and create them again: {_listed(held.titles)}")
     if held.mirrored:
         details.append(f"It has mirrors of {_listed(held.mirrored)}: readers use other copies.")
-        lost.append(f"stop its mirrors: {_stops(held.mirrored, server.name)}")
+        lost.append(f"stop the server's mirrors: {_stops(held.mirrored, server.name)}")
     action = (
-        f"On its host, run: smb-memserver --name {server.name}, with the same --memory-dir as before. If the "
+        f"On the server's host, run: smb-memserver --name {server.name}, with the same --memory-dir as before. If the "
         f"host itself was lost, {'; '.join(lost)}."
     )
     severity = CRITICAL if held.titles else WARNING
@@ -137,12 +147,17 @@ def _of_live_server(state: State, seen: Seen, server: ServerRecord, now: Instant
     about = ("server", server.name)
     silent_s = now.wall - server.last_seen_at
     if silent_s > LATE_S:
-        detail = f"It renews every 2 s, and has not for {silent_s:.0f} s; after 6 s it counts as gone."
-        yield Problem(WARNING, f"{server.name} is late", detail, "Find out whether its host is overloaded.", about)
+        detail = (
+            f"A server reports to the coordinator every 2 s. This one has been silent for {silent_s:.0f} s, and counts "
+            f"as gone after 6 s."
+        )
+        action = "Find out whether the server's host is overloaded."
+        yield Problem(WARNING, f"{server.name} is late", detail, action, about)
     if server.draining:
         held = state.allocation(server.name).segments
         detail = f"{held} segments are left." if held else "It holds no segments any more."
-        action = f"smb drain {server.name} --wait says what stays." if held else "Stop it, or: smb undrain."
+        shows = f"smb drain {server.name} shows the progress, and which buffers cannot leave the server."
+        action = shows if held else f"Stop the server, or use it again: smb undrain {server.name}"
         yield Problem(NOTE, f"{server.name} is being drained", detail, action, about)
     yield from _of_capacity(seen, server)
     watch = seen.servers.get(server.name)
@@ -154,12 +169,15 @@ def _of_live_server(state: State, seen: Seen, server: ServerRecord, now: Instant
             yield Problem(WARNING, f"{server.name}: {count} requests {what}", "In the last minute.", action, about)
         elif reason not in USUAL and count >= OTHER_ERRORS:
             title = f"{server.name} refused {count} requests: {reason.replace('_', ' ')}"
-            action = "A program repeats a call that fails: see the clients' error messages."
+            action = "A program repeats a call that fails. Look for the error in the logs of the clients' programs."
             yield Problem(WARNING, title, "In the last minute.", action, about)
     if watch.load.deferred_requests and now.monotonic - watch.deferred_since >= DEFERRED_S:
         title = f"{server.name}: {watch.load.deferred_requests} requests wait for a chunk's lock"
         detail = "For some seconds now. A local client was stopped, or hangs, in the middle of a change."
-        action = "On its host, look for a stopped process (state T in ps) that uses the buffer: continue or kill it."
+        action = (
+            "On the server's host, look for a stopped process (state T in ps) that uses buffers. Continue it "
+            "(kill -CONT PID) or kill it."
+        )
         yield Problem(WARNING, title, detail, action, about, now.wall - (now.monotonic - watch.deferred_since))
 
 
@@ -169,18 +187,25 @@ def _of_capacity(seen: Seen, server: ServerRecord) -> Iterator[Problem]:
     free_bytes = max(0, server.capacity_bytes - server.used_bytes)
     if used >= NEARLY_FULL:
         detail = f"{format_bytes(free_bytes)} of {format_bytes(server.capacity_bytes)} are free."
-        action = "Delete buffers that are not needed (smb ls), start another server, or offer more with --capacity."
+        action = (
+            "Delete buffers that are not needed (smb ls lists them, smb rm deletes), start another server, or restart "
+            "this one with a larger --capacity."
+        )
         title = f"{server.name} is full" if used >= FULL else f"{server.name} is nearly full"
         yield Problem(CRITICAL if used >= FULL else WARNING, title, detail, action, about)
     watch = seen.servers.get(server.name)
-    promised = free_bytes if watch is None or not watch.load.memory_free_bytes else watch.load.memory_free_bytes
-    if promised < free_bytes:
+    host_free_bytes = free_bytes if watch is None or not watch.load.memory_free_bytes else watch.load.memory_free_bytes
+    if host_free_bytes < free_bytes:
         title = f"{server.name} promises more memory than its host has"
-        capacity, kept = format_bytes(free_bytes), format_bytes(promised)
-        detail = f"Its capacity leaves {capacity}, but its memory directory and memory limit leave {kept}."
+        detail = (
+            f"{format_bytes(free_bytes)} of the server's --capacity are unused, but its host can give only "
+            f"{format_bytes(host_free_bytes)}: the file system of --memory-dir has no more room, or the memory limit "
+            f"of the server's container or service allows no more."
+        )
         action = (
-            "Other files fill that file system, or it or the memory limit is too small: raise it (a container's "
-            "/dev/shm, its memory), or lower --capacity"
+            "Remove other files from the file system of the server's --memory-dir, enlarge this file system (a "
+            "container's /dev/shm), raise the memory limit of the server's container or service, or restart the server "
+            "with a smaller --capacity."
         )
         yield Problem(WARNING, title, detail, action, about)
 
@@ -188,15 +213,22 @@ def _of_capacity(seen: Seen, server: ServerRecord) -> Iterator[Problem]:
 def _of_records(state: State, now: Instant) -> Iterator[Problem]:
     unheard = sorted(name for name in state.servers if state.alive(name, now) and not state.heard(name, now))
     if unheard:
-        detail = f"{_listed(unheard)}: not heard of since this coordinator leads, so their memory is unknown."
+        detail = (
+            f"This coordinator was started, or took over from another one, a short time ago. It does not know yet what "
+            f"the memory of {_listed(unheard)} contains."
+        )
         title = f"{len(unheard)} memory {'server was' if len(unheard) == 1 else 'servers were'} not heard of yet"
-        yield Problem(NOTE, title, detail, "They register within seconds, or count as gone after one lease.")
+        action = "Wait: a running server registers within seconds. Otherwise the server counts as gone after 6 s."
+        yield Problem(NOTE, title, detail, action)
     for server, held in sorted(state.unexplained.items()):
         if not held:
             continue
         nbytes = format_bytes(sum(each.nbytes for each in held.values()))
         title = f"{server} keeps {nbytes} that no record accounts for"
-        detail = f"{len(held)} segments are quarantined: they may be the last copies of buffers that the records lack."
+        detail = (
+            f"{len(held)} {'segment is' if len(held) == 1 else 'segments are'} in quarantine. If the coordinator's "
+            f"records are too old, this may be the last copy of data."
+        )
         action = (
             f"smb status lists the segments with the reasons. Restore newer records of the coordinator, or free the "
             f"memory for good: smb forget {server} SEGMENT for one segment, smb forget {server} --all for all of them"
@@ -212,17 +244,16 @@ def _of_memory(state: State, lost_segments: Collection[int]) -> Iterator[Problem
         for server in {segment.server for segment in record.segments if segment.id in lost_segments}:
             lost[server].append(record)
     for server, held in _held(state, lost).items():
-        if not held.titles and not held.mirrored:  # only buffers beside mirrors, which are made again by themselves
+        if not held.titles and not held.mirrored:  # only `.arrived` buffers of mirrors, which the relay makes again
             continue
         unusable, actions = [], []
         if held.titles:
             unusable.append(_listed(held.titles))
-            actions.append(f"Delete and create again: {_listed(held.titles)} (smb rm NAME).")
+            actions.append(f"Delete these buffers (smb rm NAME) and create them again: {_listed(held.titles)}.")
         if held.mirrored:
             unusable.append(f"mirrors of {_listed(held.mirrored)}")
-            actions.append(
-                f"Make its mirrors anew: {_listed([f'smb relay {name} --to {server}' for name in held.mirrored])}."
-            )
+            commands = [f"smb relay {name} --to {server}" for name in held.mirrored]
+            actions.append(f"Make the server's mirrors anew: {_listed(commands)}.")
         detail = f"Its host was restarted, or its files were removed: {' and '.join(unusable)} cannot be used."
         action = f"{' '.join(actions)} Servers and clients go on with all other buffers."
         severity = CRITICAL if held.titles else WARNING
@@ -239,8 +270,13 @@ def _of_waits(state: State, seen: Seen, now: Instant) -> Iterator[Problem]:
             if record is None or not wait.session_id or not wait.waiting or held_s < HELD_S:
                 continue
             holder = state.client_names.get(wait.session_id, "an unknown client")
-            title = f"{record.title}: {wait.waiting} clients wait, and {holder} has held it for {held_s:.0f} s"
-            action = "If this is too long, its process hangs, though it renews its session: end it."
+            what = "lock" if wait.kind == "lock" else "right to publish"
+            waiting = f"{wait.waiting} {'client waits' if wait.waiting == 1 else 'clients wait'}"
+            title = f"{record.title}: {holder} has held the {what} for {held_s:.0f} s, and {waiting} for it"
+            action = (
+                f"If the program should not hold the {what} for this long, the process of {holder} probably hangs, "
+                f"although it still renews its session: end this process."
+            )
             about = ("buffer", record.name) if record.kind.value == "buffer" else ("", "")
             yield Problem(WARNING, title, "", action, about, now.wall - held_s)
 
@@ -250,17 +286,24 @@ def _of_clients(seen: Seen) -> Iterator[Problem]:
         return
     names = [name for _, name in seen.lost_clients]
     title = f"{len(names)} {'client was' if len(names) == 1 else 'clients were'} lost in the last 5 minutes"
-    detail = f"They did not renew within the lease: {_listed(names)}. Their locks and memberships have ended."
-    action = "If they were not ended on purpose, they were stopped or cut off, and must connect again."
+    detail = (
+        f"The coordinator heard nothing from {_listed(names)} for the time of --session-lease. The locks and "
+        f"memberships of lost clients have ended."
+    )
+    action = (
+        "Nothing, if these programs were ended on purpose. Otherwise they were stopped or cut off from the "
+        "coordinator, and must connect again."
+    )
     yield Problem(NOTE, title, detail, action, since=seen.lost_clients[-1][0])
 
 
 def _of_creations(state: State, now: Instant) -> Iterator[Problem]:
     for record in state.buffers.values():
         if not record.ready and now.wall - record.created_at > PENDING_S:
-            detail = f"It was asked of {_listed([segment.server for segment in record.segments])}."
+            servers = _listed(list(dict.fromkeys(segment.server for segment in record.segments)))
+            detail = f"The coordinator asked these servers to create its segments: {servers}."
             title = f"{record.title} has been in creation for {now.wall - record.created_at:.0f} s"
-            yield Problem(WARNING, title, detail, "See these servers' logs.", since=record.created_at)
+            yield Problem(WARNING, title, detail, f"Read the logs of {servers}.", since=record.created_at)
 
 
 def _of_copies(state: State, now: Instant) -> Iterator[Problem]:
@@ -272,11 +315,11 @@ def _of_copies(state: State, now: Instant) -> Iterator[Problem]:
         copying = sum(bool(segment.copying_to) for segment in lost)
         full = pool is not None and without_room(record, pool, bundles)
         detail = (
-            f"{len(lost)} of its {len(record.segments)} segments have one copy; {copying} of these are being copied. "
-            f"If a server with one of these is lost, data is lost."
+            f"{len(lost)} of its {len(record.segments)} segments have one copy instead of two, and {copying} second "
+            f"copies are being made. If the server with an only copy is lost, the segment's data is lost."
         )
-        wait = "Wait: smb stat shows the progress."
-        action = "Start another memory server: no other one has room for the copies." if full else wait
+        wait = f"Wait: smb stat {record.name} shows the progress."
+        action = "Start another memory server: the running ones have no room for the copies." if full else wait
         title = f"{record.title} is degraded"
         yield Problem(WARNING if full else NOTE, title, detail, action, ("buffer", record.name))
 
@@ -292,7 +335,7 @@ def owners_of(state: State, seen: Seen) -> dict[int, BufferRecord]:
 
 
 def _buffers_on(state: State, servers: set[str]) -> dict[str, _Held]:
-    """Return what lies on each of the servers."""
+    """Return the buffers on each of the servers."""
     found: dict[str, list[BufferRecord]] = {server: [] for server in servers}
     for record in state.buffers.values() if servers else ():
         if record.ready:  # only segments without a second copy elsewhere
@@ -302,16 +345,16 @@ def _buffers_on(state: State, servers: set[str]) -> dict[str, _Held]:
 
 
 def _held(state: State, found: dict[str, list[BufferRecord]]) -> dict[str, _Held]:
-    """Return the titles and mirrors on each server, sorted. A mirror includes the buffers beside it, and is listed by
-    the name of its source."""
+    """Return the titles and mirrors on each server, sorted. A mirror is listed by the name of its source. Its
+    `.arrived` buffer, which records the bytes that the mirror has, is not listed."""
     sources = {each.id: each.name for each in state.buffers.values()} if found else {}
     held = {server: _Held() for server in sorted(found)}
     for server, records in found.items():
         for record in sorted(records, key=lambda each: each.title):
-            beside = state.buffers.get(record.name.removesuffix(ARRIVED))
+            mirror = state.buffers.get(record.name.removesuffix(ARRIVED))
             if record.mirror_of in sources:
                 held[server].mirrored.append(sources[record.mirror_of])
-            elif beside is None or beside is record or not beside.mirror_of:
+            elif mirror is None or mirror is record or not mirror.mirror_of:
                 held[server].titles.append(record.title)
         names = held[server].mirrored
         names[:] = [name for name in names if state_of(name) not in names]

@@ -324,7 +324,7 @@ def test_who_holds_a_lock_and_for_how_long(scene: Scene) -> None:
         scene.do(SessionRenewed(7, "host:1"))
         scene.renew(load=held(4, 2))
     (problem,) = scene.problems()
-    assert 'buffer "w": 2 clients wait, and host:1 has held it for 64 s' in problem.title
+    assert 'buffer "w": host:1 has held the lock for 64 s, and 2 clients wait for it' in problem.title
     assert server_detail(scene.view(), "a", scene.watch.history_of("a", scene.now))["waits"][0]["waiting"] == 2
 
 
