@@ -44,7 +44,7 @@ class DeniedRequests:
                 self._left_out += sum(each.count for each in found)
                 continue
             self._logged[who] = now
-            _log.warning("refused: %s had no right to %s", _who(who, clients), _what(found, buffers))
+            _log.warning("refused: %s had no right to these requests: %s", _who(who, clients), _what(found, buffers))
         self._left_out += left_out
         for each in denials:
             self._keep(each)
@@ -76,5 +76,7 @@ def _who(who: tuple[int, bool], clients: Mapping[int, str]) -> str:
 
 def _what(found: list[Denial], buffers: Mapping[int, str]) -> str:
     return ", ".join(
-        f"{each.count} {each.kind} of {buffers.get(each.segment_id, f'segment {each.segment_id:x}')}" for each in found
+        f"{each.kind} of {buffers.get(each.segment_id, f'segment {each.segment_id:x}')} "
+        f"({each.count} {'time' if each.count == 1 else 'times'})"
+        for each in found
     )

@@ -79,7 +79,7 @@ def test_who_had_no_right_is_named(guarded: smb.LocalCluster, connect_as: Any, r
     everybody.create("team/w", (4,), servers=["server-0"])
     with pytest.raises(smb.PermissionDeniedError):
         reader.open("team/w").write(np.ones(4, np.float32))
-    wanted = "refused: " + reader.name + " (reader-of-team) had no right to 1 write of team/w"
+    wanted = "refused: " + reader.name + " (reader-of-team) had no right to these requests: write of team/w (1 time)"
     end, log = time.monotonic() + 60, guarded.servers[0].log
     while wanted not in log.read_text():
         assert time.monotonic() < end, log.read_text()

@@ -28,8 +28,9 @@ def test_a_line_says_who_asked_for_what(caplog: pytest.LogCaptureFixture) -> Non
     log = Log(caplog)
     assert log.look(Denial(1, 2, "write", 3, True), Denial(1, 9, "lock", 1, True), Denial(1, 2, "read", 1, False)) == []
     assert log.look() == [
-        "refused: vm:7 (bob) had no right to 3 write of team/w, 1 lock of segment 9",
-        "refused: a client without a valid token, which claims to be vm:7 (bob), had no right to 1 read of team/w",
+        "refused: vm:7 (bob) had no right to these requests: write of team/w (3 times), lock of segment 9 (1 time)",
+        "refused: a client without a valid token, which claims to be vm:7 (bob), had no right to these requests: "
+        "read of team/w (1 time)",
     ]
     assert log.look() == []
 
@@ -43,7 +44,7 @@ def test_a_session_has_a_line_a_minute(caplog: pytest.LogCaptureFixture) -> None
         log.now += 2
         assert log.look(Denial(1, 2, "write", 1, True)) == []
     log.now += 2
-    assert log.look() == ["refused: vm:7 (bob) had no right to 34 write of team/w"]
+    assert log.look() == ["refused: vm:7 (bob) had no right to these requests: write of team/w (34 times)"]
 
 
 def test_strangers_do_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
