@@ -60,10 +60,12 @@ class Bundles:
         return known
 
     def lacking(self, server: str, missing: Collection[int], heard: Callable[[str], bool]) -> frozenset[int]:
-        """Return the segments that count as missing on a server which lacks `missing`. If a server has a bundle in
-        part, either all or none of it counts. If the server has the primary and no other server that was heard of has
-        a copy, none counts: the missing members are lost, but the present ones must not be lost with them. Otherwise
-        all count, because the other server has all of them.
+        """Return the segments that count as missing on a server. `missing`: those that the server does not hold.
+
+        If the server holds only some members of a bundle, the others do not count as missing when the server is the
+        primary, no copy is being made, and no backup was heard of. The members that the server lacks are lost then,
+        and the rest must not be lost with them. In all other cases the whole bundle counts as missing, because another
+        server has or gets a copy of all members.
         """
         counted = set(missing)
         for members in self._members.values():

@@ -4,8 +4,9 @@ Invariant: a change is made only while the leader's key is the one that this coo
 compares it. A leader counts its lease from before it asked for the lease, so it stops answering before etcd lets
 another one lead.
 
-A transaction without an answer is sent again, and the first one may arrive after the second. So each transaction that
-puts something also moves `head`, and compares it with its former value: only one of two equal transactions succeeds.
+A transaction without an answer is sent again, and the first one may arrive after the second. So there is
+one more key in etcd, PREFIX/head, whose value counts the changes. Each transaction that puts something compares this
+value with the last known one, and sets the next one: only one of two equal transactions succeeds.
 """
 
 from __future__ import annotations
