@@ -255,7 +255,8 @@ class Pages:
         except OSError as error:
             raise _cannot_listen(address, error) from None
         self._server.set_app(_application(make_wsgi_app(registry), health, route, admit))
-        # Not a pipe, whose end a process forked from this one would also hold, so that closing it would do nothing.
+        # `close` writes to this eventfd, and the thread ends. With a pipe, `close` would close the write end instead. A
+        # process forked from this one would still have that end open, so the thread would not notice.
         self._end = os.eventfd(0, os.EFD_CLOEXEC)
         self._closed = False
         self._thread = threading.Thread(target=self._serve, name="pages", daemon=True)
