@@ -63,7 +63,7 @@ def _tables() -> dict[str, str]:
             ([row["number"], row["name"], _payload(row), row["argument"], row["reply"]] for row in data),
         ),
         "waits": _table(
-            ("opcode>", "name", "argument", "words", "reply (argument, offset) if `OK`, and other statuses"),
+            ("opcode>", "name", "argument", "words", "results if `OK`, or another status"),
             ([row["number"], row["name"], row["argument"], row["text"], row["reply"]] for row in waits),
         ),
         "rules": _table(
