@@ -267,8 +267,9 @@ static int keep_with_role(struct smb_segment **members, int count, uint32_t epoc
     return kept;
 }
 
-/* The members of a copy are those that have their roles when it begins. If another one gets its role
- * later, the parts that were sent lack it: the copy is given up, and made anew in the next epoch. */
+/* The members of a copy are those that have their roles when it begins. If another one gets its
+ * role later, the parts that were sent lack it: the copy is given up, and made anew in the next
+ * epoch. */
 static int join_copy(struct segment_bundle *bundle, struct smb_segment *const *members, int count,
                      uint32_t epoch)
 {
