@@ -12,11 +12,12 @@
 #include "server/server.h"
 #include "server/staging.h"
 
-/* *have: bytes read. STEP_WAIT: the socket is empty now. */
+/* Reads from the socket into the parts. *have: how many bytes. STEP_WAIT: the socket is empty. */
 static enum step receive(struct connection *connection, struct iovec *parts, int count,
                          size_t *have)
 {
-    /* epoll will report more: this saves a system call before the answers are sent */
+    /* The last call emptied the socket, so another call would only find that it is empty. epoll
+     * reports when more has come. */
     if (connection->drained) {
         connection->drained = false;
         return output_wait_for(connection, WAIT_INPUT);
@@ -67,7 +68,8 @@ enum step input_next_request(struct connection *connection)
         return output_refuse(connection, SMB_PROTOCOL);
     bool checksum = frame.flags & SMB_FLAG_CHECKSUM;
     bool is_anothers = frame.session != connection->session || frame.lane != connection->lane;
-    /* whether it is a feed that has ended */
+    /* Only the feed of a bundle, from its primary, brings frames of other sessions and lanes. Such
+     * frames may still arrive after the feed has ended here: they get SMB_STALE_EPOCH. */
     if (connection->greeted && is_anothers && !connection->peer.feeds)
         return output_refuse(connection, connection->peer.fed ? SMB_STALE_EPOCH : SMB_PROTOCOL);
     if (connection->greeted && checksum != connection->checksums)
@@ -87,7 +89,7 @@ enum step input_next_request(struct connection *connection)
         const uint8_t *payload = header + SMB_FRAME_BYTES;
         if (here < SMB_FRAME_BYTES + frame.payload)
             return receive_more(connection);
-        /* the small part of a record */
+        /* by reference the 48 bytes are in the record's small part (frame.h), behind the header */
         connection->in_start += is_record ? SMB_RECORD_BYTES : SMB_FRAME_BYTES + frame.payload;
         if (checksum &&
             !smb_checksum_is(payload + bytes, smb_crc32c(connection->crc, payload, bytes)))
@@ -136,8 +138,9 @@ enum step input_receive_payload(struct connection *connection)
     SMB_ASSERT(connection->have_request &&
                connection->payload_have < connection->request.frame.payload);
     const struct smb_frame *frame = &connection->request.frame;
-    /* Inside TLS the next record is never far: the peer needs as long to encrypt one as we need to
-     * decrypt one. */
+    /* `bulk`: the loop sleeps in epoll at once instead of polling, because the next bytes will take
+     * a while. Inside TLS they do not: the peer encrypts a record in the time in which we decrypt
+     * the one before. */
     connection->loop->bulk |= frame->payload - connection->payload_have >= SPIN_BYTES_MAX &&
                               !connection->channel.tls;
     uint32_t elements = frame->payload - smb_frame_checksum_bytes(frame);
@@ -159,7 +162,8 @@ enum step input_receive_payload(struct connection *connection)
         connection->in_start += take;
         return take_payload(connection, to, take);
     }
-    /* Reads the rest of the payload to its place, and the headers behind it, in one call. */
+    /* Reads the rest of the payload to `to`, and what follows it, the next headers, to the
+     * connection's own buffer, in one call. */
     struct iovec parts[2] = {{to, missing}, {connection->in, IN_BYTES}};
     size_t have = 0;
     enum step step = receive(connection, parts, 2, &have);
