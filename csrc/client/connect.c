@@ -42,8 +42,8 @@ static int shake_hands(const struct channel *channel, const struct smb_client *c
                                         .lane = lane};
     *identity = reply.argument;
     *features = reply.length;
-    /* Without bonds, whoever receives our proofs could use them elsewhere. Somebody between us and
-     * the server may have cleared the bit, so the connection is refused and no proof is sent. */
+    /* Without bonds, whoever receives our proofs could use them on another connection. Somebody on
+     * the way may have cleared the bit to get such a proof, so none is sent. */
     if (client->wants_proof && !(reply.length & SMB_FEATURE_BONDS))
         return SMB_VERSION;
     return bond_of(channel, by_reference, false, hello.argument, reply.length & SMB_BOND_HAS_IDS,
@@ -76,7 +76,8 @@ static void add_link(struct smb_link *made)
     pthread_mutex_unlock(&client->mutex);
 }
 
-/* The shortest one, because a busy server answers late while its kernel does not. */
+/* The shortest round trip that the kernel has measured on the connection: a longer one may have
+ * waited for a busy host. 0: unknown. */
 static uint32_t round_trip_us(int fd)
 {
     struct tcp_info info = {0};
@@ -177,7 +178,9 @@ int smb_client_connect_reference(struct smb_client *client, int fd, uint16_t lan
     return status;
 }
 
-/* The server's verdict on our certificate comes with its first answer. */
+/* Returns SMB_UNTRUSTED, with why[], if the server refused our certificate; else `status`. In TLS
+ * 1.3 the handshake is over before the server has judged the certificate, so a refusal arrives in
+ * place of the first answer. */
 static int refusal(const struct channel *channel, int status, char *why)
 {
     if (status != SMB_DISCONNECTED || !channel->tls || !tls_why(channel->tls)[0])
@@ -215,7 +218,8 @@ static int hand_over(struct smb_link *link, struct channel *channel, bool by_ref
         status = SMB_NOT_FOUND;
     if (status != SMB_OK)
         return status;
-    /* From here on smb_link_authorize shows new tokens on this connection, so none is left out. */
+    /* From here on smb_link_authorize makes its proofs for this connection. A token that is added
+     * while tokens_show runs is shown by at least one of the two. */
     pthread_mutex_lock(&link->client->mutex);
     struct access_connection before = link->proof;
     bool proven_before = link->proven;

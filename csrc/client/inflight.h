@@ -9,7 +9,8 @@
 #include "client/link.h"
 #include "memory/records.h"
 
-/* For fetch_add and compare_swap: a record keeps the results of the last RECORD_RESULTS. */
+/* How many fetch_add and compare_swap a link has unanswered at most. A completion record keeps the
+ * results of the last RECORD_RESULTS of them, so each can be repeated. */
 enum { ATOMICS_IN_FLIGHT_MAX = 4 };
 _Static_assert((int)ATOMICS_IN_FLIGHT_MAX <= (int)RECORD_RESULTS,
                "every result that may be asked for again is kept");
@@ -25,7 +26,8 @@ struct inflight {
     uint64_t buffer_offset;
     uint64_t made_ns;
     void *sink; /* where the answer's elements go */
-    /* its own memory: the bytes to send, also again, or the answer until it is decoded */
+    /* memory of this struct, or NULL: the payload of a change, kept to be sent and sent again; for
+     * a READ the answer, until it is decoded to `sink` */
     uint8_t *encoded;
     uint32_t answer_bytes; /* size of the answer's payload, if it has one */
     uint32_t epoch;
@@ -33,13 +35,15 @@ struct inflight {
     uint8_t opcode;
     uint8_t wire;  /* enum smb_wire */
     bool was_sent; /* part of it was sent, over any connection */
-    /* was sent by reference once: the server may have made a WRITE without a completion record */
+    /* it was sent over a connection by reference at least once. The server may then have made a
+     * WRITE although its watermark does not say so. */
     bool went_by_reference;
     /* enum smb_outcome_state: the outcome of a change, as far as it is known */
     int fate;
     const void *payload; /* sent after the header */
     uint32_t payload_bytes;
-    /* payload that is not in the caller's memory, or the part before that memory */
+    /* the payload's first bytes, sent before `payload`: a token, and words that are not in the
+     * caller's memory; may be all of the payload */
     uint8_t small[SMB_RECORD_SMALL_BYTES];
     uint32_t small_bytes;
     uint8_t checksum[SMB_CHECKSUM_BYTES]; /* sent after the payload, if the client uses checksums */
@@ -72,19 +76,20 @@ static inline void inflight_resolve(struct inflight *inflight, int state)
         unknown_resolved(inflight->unknown, inflight->unknown_index, state);
 }
 
-/* Takes a spare one, or NULL. */
+/* Returns a spare struct, or a new one; NULL: out of memory. */
 struct inflight *inflight_take(struct smb_link *link);
-/* Takes *at out of its list. */
+/* Takes *at out of its list and returns it; *end is the list's end. */
 struct inflight *inflight_take_from(struct inflight **at, struct inflight ***end);
-/* Makes one spare again, which is in no list. */
+/* Puts a struct that is in no list among the spare ones. */
 void inflight_put_back(struct smb_link *link, struct inflight *inflight);
-/* Ends one that is in no list; its stream may end, too. */
+/* Ends a request that is in no list. If it was the stream's last one, the stream ends, too. */
 void inflight_landed(struct smb_link *link, struct inflight *inflight);
 void inflight_put_small(struct inflight *inflight, uint64_t word);
-/* Completes the frame and writes the header; with checksums, seals it. */
+/* Completes the frame and writes it to the request's header, with the checksum. */
 void inflight_encode(struct smb_link *link, struct inflight *inflight, struct smb_frame *frame);
+/* Computes the checksum anew, if the client uses checksums: the header has changed. */
 void inflight_seal(struct inflight *inflight);
-/* Makes the stream's next frame, behind the unsent ones. False: out of memory. */
+/* Makes the stream's next frame, and appends it to the link's unsent ones. False: out of memory. */
 bool inflight_make(struct smb_link *link, struct stream *stream);
 void inflight_free_all(struct inflight *inflight);
 

@@ -1,12 +1,13 @@
 /* link.h: one lane to a server. Only the progress thread uses it, except to make, retain and
  * release it.
  *
- * A link is a lane, not a connection. When its connection breaks, frames without an answer stay. A
- * thread of the library above connects again and hands the connection over. The link then asks how
- * far each segment has come (WATERMARK). Frames at or below the watermark count as answered; the
- * rest is sent again.
+ * A link is a lane, not a connection. When its connection breaks, the link keeps the frames without
+ * an answer. A thread of the Python library makes a new connection and hands it over. The link then
+ * asks each segment for its watermark (resume.c). A change at or below the watermark, and above the
+ * highest number that was refused, counts as answered, unless its caller needs a result. All other
+ * frames are sent again.
  *
- * When a caller's time is over, it leaves. Its sent frames have an unknown outcome until they are
+ * A caller whose timeout has passed leaves. Its sent changes have an unknown outcome until they are
  * answered, or until the next resumption resolves them. They are not sent again. */
 #ifndef SMB_LINK_H
 #define SMB_LINK_H
@@ -57,16 +58,18 @@ struct smb_link {
     /* mutex: a server has proved itself on this link; each later connection must do so first */
     bool trusted;
     bool proven; /* mutex: the newest connection's server has proved itself */
-    /* mutex: number of connections that are being made and have not shown all tokens: `proof` is
-     * that of the newest of them, and an answer to a token may belong to the connection before */
+    /* mutex: how many new connections are still showing the link's tokens, before they are handed
+     * over. `proof` is already that of the newest one, while the link may still be using an older
+     * connection: the answer to a token that was sent there does not fit `proof`. */
     uint32_t showing;
-    /* mutex: the link has something to send but no connection; a thread is making one */
-    bool wanted, in_hands;
-    /* a caller left with frames on their way, and no newer connection has ended them: set when that
-     * happens, cleared by the next connection, or when the link is closed */
+    bool wanted;   /* mutex: the link has something to send, but no connection */
+    bool in_hands; /* mutex: a thread is making a connection for it */
+    /* A caller left, and the server may still execute frames of that caller that were sent over an
+     * older connection. Cleared once the next connection is made, which ends the older one at the
+     * server, or when the link is closed. */
     _Atomic bool given_up;
     struct channel channel; /* the present connection */
-    bool by_reference;      /* requests are sent as records, see base/frame.h */
+    bool by_reference;      /* of `channel`: requests are sent as records, see base/frame.h */
     uint16_t lane;
     /* for a link to one segment with two copies: the epoch of its roles; 0 for other links */
     _Atomic uint32_t epoch;
@@ -108,7 +111,8 @@ void link_want(struct smb_link *link, bool wanted);
 /* Sends and receives what is possible now. Returns true if anything moved. */
 bool link_progress(struct smb_link *link);
 bool link_busy(const struct smb_link *link);
-/* Whether much is under way, so that the next event takes a while, or needs this core. */
+/* Whether the progress thread should sleep at once instead of polling: much is under way, so the
+ * next event takes a while, or somebody needs this core to cause it. */
 bool link_sleeps_at_once(const struct smb_link *link);
 bool link_wants_output(const struct smb_link *link);
 /* The descriptor to poll; -1: none. */
