@@ -20,8 +20,10 @@ struct gate_peer {
     bool fed; /* this is a primary's connection for its backup here */
     /* the bundle whose primary the peer is, with frames of many sessions; else NULL */
     struct segment_bundle *feeds;
-    /* a change for the only segment of its lane was sent away, so every later one is, too: the
-     * lane's watermark would otherwise cover the first one as well */
+    /* A change on a lane of one segment got SMB_STALE_EPOCH, because this server does not have the
+     * role of that epoch yet. Every later change on the connection gets it, too, even if the server
+     * takes the role meanwhile: if a later one was applied, the lane's watermark would also cover
+     * the first, which was not. */
     bool sent_away;
 };
 
