@@ -1,4 +1,4 @@
-"""Training with others in three lines of a PyTorch script.
+"""Training with others by four lines in a PyTorch script.
 
     import smb.torch
     shared = smb.torch.join(model, optimizer, "run", scheme="diloco", every=50)

@@ -132,7 +132,7 @@ def test_the_real_transformer_is_read_right(monkeypatch: pytest.MonkeyPatch) -> 
 
 # More than 5 s: programs that import PyTorch train, alone and together.
 def test_a_stock_script_becomes_a_shared_one(cluster: smb.LocalCluster, connect: Connect) -> None:
-    """stock_shared.py is stock.py with three lines more and one instead of another, the README shows just these, and
+    """stock_shared.py is stock.py with four lines added and one removed, the README shows just these, and
     processes that run it divide the batches of one training."""
     texts = [(EXAMPLES / name).read_text().splitlines() for name in ("stock.py", "stock_shared.py")]
     changes = [line for line in difflib.ndiff(*texts) if line[0] in "+-"]
