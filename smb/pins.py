@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from smb.call.sync_requests import Home
+from smb.call.sync_requests import WAIT_FOR_READERS, Home
 from smb.engine import AskOpcode
 from smb.errors import Error, InvalidArgumentError, LockLostError, NotFoundError
 
@@ -66,7 +66,8 @@ class Pin:
             raise LockLostError(
                 f"{self._asked}: version {self._version} was overwritten: the pin expired after "
                 f"{self._ttl_ms / 1000:g} s, or a publisher did not wait longer for readers, or the server was "
-                f"restarted; pin the latest version, for a longer ttl, or give the publisher a larger readers="
+                f"restarted; pin the latest version, for a longer ttl, or let publishers wait longer for readers: "
+                f"{WAIT_FOR_READERS}"
             )
         return result
 

@@ -34,6 +34,8 @@ from smb.errors import (
 from smb.transport.base import Deadline, SegmentLocation
 
 USER_LOCK, PUBLISHER_LOCK = 0, 1  # locks of a segment: csrc/memory/sync.h
+# For errors: what lets a publisher wait longer for slow readers.
+WAIT_FOR_READERS = "Buffer.publish(readers=SECONDS), or smb.torch.Publisher.publish(timeout=SECONDS)"
 FOREVER_MS = 2**64 - 1
 LOST = "its memory was lost (its host was restarted, or its files removed): delete the buffer and create it again"
 LOST_WAIT_MS = 1000  # wait for a server that may have lost the memory: servers that have not answer by then

@@ -13,7 +13,7 @@ from typing import Any
 
 from smb.call.dispatcher import Dispatcher
 from smb.call.outcomes import Failed
-from smb.call.sync_requests import PUBLISHER_LOCK, Home, raise_fences, wait_ms
+from smb.call.sync_requests import PUBLISHER_LOCK, WAIT_FOR_READERS, Home, raise_fences, wait_ms
 from smb.engine import LATEST, AskOpcode, Opcode, Request, address_of, memory_at
 from smb.errors import (
     NOT_APPLIED,
@@ -25,11 +25,13 @@ from smb.errors import (
 )
 from smb.transport.base import Deadline
 
-_LOOKS = 2  # attempts to read a version, before a reader that loses against the publisher pins it
-_LOOK_S = 0.5  # after this time a read checks whether its version is still there, and pins it
-_BLOCK_BYTES = 1 << 20  # first block of such a read; fast reads use larger blocks
-_BLOCK_MIN = 1 << 14  # elements
-_VERSION_BITS = 56  # bits of a publisher's turn; the bits above have the slot
+# A read without a pin fails if publishers overwrite its version before it ends. After so many failures the reader pins
+# the version, which holds publishers back.
+_LOOKS = 2
+_LOOK_S = 0.5  # a read that takes longer than this pins its version, and renews the pin after each further such time
+_BLOCK_BYTES = 1 << 20  # size of a read's first block; the next blocks are larger if reading is fast, smaller if slow
+_BLOCK_MIN = 1 << 14  # smallest size of a later block, in elements
+_VERSION_BITS = 56  # a publisher's turn is one word: the version in these low bits, the slot in the bits above
 _VERSION_MASK = 2**_VERSION_BITS - 1
 
 _log = logging.getLogger("smb")
@@ -51,12 +53,12 @@ class Publication:
 
     @property
     def turn(self) -> tuple[int, int, int, float]:
-        """Return the words with which another client takes part: Versions.take_part."""
+        """Return the words that another client passes to Versions.take_part, to write a part of this version."""
         return self._token, self.version, self.slot, self._ttl_ms / 1000
 
     @contextlib.contextmanager
     def kept(self, is_late: Callable[[], bool] | None = None) -> Iterator[None]:
-        """Renew the turn from another thread while the block runs, until `is_late`; then give it up.
+        """Renew the turn from another thread while the block runs. If `is_late` returns True, give the turn up.
 
         If the turn is lost, writes and the commit are refused.
         """
@@ -92,7 +94,9 @@ class Publication:
         self._calls.paths.homes()[0].ask(self._asked, AskOpcode.RENEW, PUBLISHER_LOCK, (self._token, self._ttl_ms))
 
     def commit(self, number: int = 0) -> int:
-        """Publish the version, as the next one or under a higher number, and return its number."""
+        """Publish the version and return its number. Without `number` this is the next number. A mirror passes the
+        number of its source's version, which may be higher.
+        """
         return (
             self._calls.paths.homes()[0].ask(self._asked, AskOpcode.PUBLISH, 0, (self._token, self.version, number)).a
         )
@@ -117,7 +121,7 @@ class Versions:
     def find(self, version: int = LATEST) -> tuple[int, int]:
         """Return (latest version, slot of `version`, or -1 if it is not there).
 
-        Reads the home's own memory where that is mapped.
+        Reads the home server's memory directly if this process has mapped it, and asks the server otherwise.
         """
         self._calls.session.check_open()
         deadline = Deadline(self._calls.session.timeout)
@@ -144,12 +148,12 @@ class Versions:
     def read_ranges(self, ranges: Sequence[tuple[int, int, Any]], wire: int, wanted: int | None = None) -> int:
         """Read ranges, (first element, count, sink) each, of the latest version or of the version `wanted`.
 
-        Returns the version, to which all elements belong. Returns 0 before the first publication; nothing was read
-        then. Raises NotFoundError if the version `wanted` is not there.
+        Returns the version to which all elements belong. If nothing has been published yet, reads nothing and returns
+        0. Raises NotFoundError if the version `wanted` is not there, and DeadlineError after the client's timeout.
 
-        A version that is still in its slot after the read did not change during it. A long read is done in blocks, with
-        a check after each. If it takes longer than the time between publications, the version is pinned, and the pin is
-        renewed while bytes arrive. All of it within the client's timeout.
+        The elements belong to one version if that version is still in its slot when the read ends. A long read is done
+        in blocks. If it takes long, or publishers overwrite its version again and again, the version is pinned, and the
+        pin is renewed while bytes arrive.
         """
         started = looked = time.monotonic()
         deadline = Deadline(self._calls.session.timeout, started)
@@ -194,9 +198,9 @@ class Versions:
                     lost += 1
                 if deadline.left() == 0.0:
                     raise DeadlineError(
-                        f"{asked}: not done within {self._calls.session.timeout:g} s, because publishers overwrote the "
-                        "version in the middle of the read; give the client a longer timeout, or the publisher a "
-                        "larger readers="
+                        f"{asked}: not done within {self._calls.session.timeout:g} s, because publishers overwrote "
+                        f"each version before it was read; pass a longer timeout= to smb.connect, or let publishers "
+                        f"wait longer for readers: {WAIT_FOR_READERS}"
                     )
                 if done == count and lost < _LOOKS:
                     version, slot = self._find_readable(wanted, deadline)
@@ -224,8 +228,8 @@ class Versions:
         return version
 
     def _block(self, start: int, left: int, most: int) -> int:
-        """Return how many elements to read at once: up to the end of a chunk, so that rounding is that of a single
-        read.
+        """Return how many elements to read at once, about `most`. Blocks end at ends of chunks, so that elements are
+        rounded as in a single read.
         """
         if left <= most:
             return left
@@ -240,7 +244,7 @@ class Versions:
         return True
 
     def read_slot(self, version: int, offset: int, count: int, sink: Any, wire: int) -> bool:
-        """Read from that version's slot. False if a publisher has begun to overwrite it."""
+        """Read from that version's slot. Return False if a publisher has begun to overwrite the version."""
         slot = self.find(version)[1]
         if slot < 0:
             return False
@@ -257,19 +261,20 @@ class Versions:
                 raise self._not_there(wanted)
             if deadline.left() == 0.0:  # a whole publication passed between two looks at mapped memory
                 raise DeadlineError(
-                    f"{self._arguments.asked('read')}: versions were overwritten faster than they could be found"
+                    f"{self._arguments.asked('read')}: publishers overwrote each version before this read had found "
+                    f"its slot; publish less often, or create the buffer with a larger versions="
                 )
 
     def _not_there(self, version: int) -> NotFoundError:
         latest, slots = self.find()[0], self._calls.info.versions
         why = "is not published yet" if version > latest else "was overwritten"
         return NotFoundError(
-            f"{self._arguments.asked('read')}: version {version} {why}: the latest is {latest}, and {slots - 1} of "
-            f"the last {slots} can be read (versions={slots})"
+            f"{self._arguments.asked('read')}: version {version} {why}: the latest is {latest}; a buffer with "
+            f"versions={slots} keeps {slots} versions, or {slots - 1} while a publisher writes the next one"
         )
 
     def begin(self, timeout: float, ttl: float, readers: float) -> Publication:
-        """Take the publisher's turn; see Buffer.publish for its limits."""
+        """Take the publisher's turn. The arguments are those of Buffer.publish, in seconds."""
         asked, homes = self._arguments.asked("publish"), self._calls.paths.homes()
         turn = homes[0].ask(
             asked,
@@ -289,11 +294,11 @@ class Versions:
         return begun
 
     def take_part(self, turn: tuple[int, int, int, float]) -> Publication:
-        """Return another client's publication, to write a part of it."""
+        """Return another client's publication, given by its `turn`, to write a part of it."""
         return Publication(self._calls, *turn)
 
     def publish(self, source: Any, timeout: float, ttl: float, readers: float) -> int:
-        """Replace all elements and return the new version; see Buffer.publish."""
+        """Replace all elements and return the new version's number; see Buffer.publish."""
         try:
             begun = self.begin(timeout, ttl, readers)
         except Error:
@@ -304,7 +309,7 @@ class Versions:
         try:
             begun.write(0, self._calls.info.nbytes, source)
         except BaseException as error:
-            if not self._calls.unversioned:  # only a slot without readers was changed
+            if not self._calls.unversioned:  # the write has changed only a slot that nobody reads
                 self._nothing_done(error)
             begun.give_up()
             raise
@@ -322,7 +327,7 @@ class Versions:
         failure.outcome, failure.smb_account = NOT_APPLIED, Failed(self._calls, range(self._arguments.size))
 
     def read_from(self, slot: int, offset: int, count: int, sink: Any) -> None:
-        """Read elements of a slot, whichever version it holds; exact."""
+        """Read elements of a slot exactly, whichever version the slot holds."""
         self._read(self._slot_base(slot) + offset, count, sink, 0)
 
     def _slot_base(self, slot: int) -> int:

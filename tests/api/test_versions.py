@@ -310,7 +310,7 @@ def test_several_versions_can_be_read(client: smb.Client, connect: Connect, way:
             assert (buffer.read(150, 10, version=there) == there).all()
             with buffer.pin(there) as pin:
                 assert (pin.version, pin.read(299, 1)[0]) == (there, there)
-    with pytest.raises(smb.NotFoundError, match="version 7 was overwritten: the latest is 11, and 3 of the last 4"):
+    with pytest.raises(smb.NotFoundError, match=r"version 7 was overwritten: the latest is 11; a buffer with .* 4 "):
         buffer.read(version=7)
     for missing in (7, 12):
         with pytest.raises(smb.NotFoundError, match=f"version {missing} was overwritten or is not published"):
