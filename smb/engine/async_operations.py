@@ -21,14 +21,14 @@ class AsyncEventKind(IntEnum):
     """What has happened to an operation."""
 
     DONE = lib.SMB_ASYNC_DONE  # the operation has ended and is removed
-    FAILED = lib.SMB_ASYNC_FAILED  # the operation's turn lasts until end()
-    BEGIN = lib.SMB_ASYNC_BEGIN  # the turn of a call of the caller's has begun; it lasts until end()
-    CANCELLED = lib.SMB_ASYNC_CANCELLED  # the operation had not begun; call end()
+    FAILED = lib.SMB_ASYNC_FAILED  # the caller may finish the operation by other means; its turn lasts until end()
+    BEGIN = lib.SMB_ASYNC_BEGIN  # the turn of a submit_call() has begun; it lasts until end()
+    CANCELLED = lib.SMB_ASYNC_CANCELLED  # stop() came before the operation had begun; call end()
 
 
 class AsyncEvent(NamedTuple):
-    """An event of the operation with this tag, with its outcome if it failed. The receiver ends `operation`, unless
-    DONE.
+    """An event of the operation with this tag. `outcome` is set if the operation failed. Unless `kind` is DONE, the
+    receiver calls end(operation).
     """
 
     tag: int
@@ -57,12 +57,16 @@ class AsyncOperations:
         tag: int,
         status: list[int],
     ) -> None:
-        """Submit a read, write or addition, which begins in its turn.
+        """Submit a read, write or addition. It begins once no earlier operation conflicts with it.
 
-        Its memory, handle and window must stay until its last event. Each part of it takes at most timeout_ms after it
-        began. Its events have its tag. Raises EngineError: INVALID if smb_transfer has to do or refuse the request,
-        DISCONNECTED after stop(), BUSY if there are too many operations. Appends the engine's status to `status`, even
-        if a signal handler raises before this function returns.
+        The caller keeps the request's memory, `handle` and `window` alive until the operation has ended: its event is
+        DONE, or end() or cancel() was called. The operation runs in parts; each part may take at most `timeout_ms` from
+        its own begin. `key` is the buffer's number. Operations of a larger `priority` go first. Events about the
+        operation have `tag`.
+
+        Raises EngineError: INVALID if the request can't run asynchronously (call smb_transfer, which does or refuses
+        it), DISCONNECTED after stop(), BUSY if there are too many operations. Appends the engine's status to `status`,
+        even if a signal handler raises before this function returns.
         """
         raw = raw_request(request, timeout_ms)
         self._submit(status, window.pointer, handle.pointer, raw, key, priority, tag)
@@ -79,13 +83,15 @@ class AsyncOperations:
         *,
         changes: bool,
     ) -> None:
-        """Submit a call of the caller's: an event BEGIN comes when its turn has come. `status` is as for `submit`."""
+        """Submit a call that the caller makes itself, when its event BEGIN arrives. The engine only orders it among the
+        other operations, by its range of the buffer and by whether it `changes` that range. `status` is as in submit.
+        """
         raw = raw_request(Request(Opcode.WRITE if changes else Opcode.READ, offset, nbytes), 0)
         self._submit(status, window.pointer, NOWHERE, raw, key, priority, tag)
 
     def _submit(self, status: list[int], *arguments: Any) -> None:
-        # The interpreter runs signal handlers between its steps. C functions that call each other are one step, so the
-        # status is recorded whenever the engine has the operation.
+        # A signal handler may run between two steps of the interpreter. The C functions below call each other in one
+        # step, so whenever the engine has accepted the operation, its status is in `status`.
         status.extend(starmap(lib.smb_async_submit, ((self.pointer, *arguments),)))
         check(status[-1])
 
@@ -94,7 +100,7 @@ class AsyncOperations:
         lib.smb_async_await_event(self.pointer, timeout_ms)
 
     def take(self) -> list[AsyncEvent]:
-        """Return events that have arrived, at most _TAKEN_MAX; does not block. One thread at a time."""
+        """Return events that have arrived, at most _TAKEN_MAX. Does not block. Only one thread may call this."""
         events = self._events
         taken = []
         for index in range(lib.smb_async_take(self.pointer, events, _TAKEN_MAX)):
@@ -105,17 +111,17 @@ class AsyncOperations:
         return taken
 
     def end(self, operation: Operation) -> None:
-        """End the turn of an operation whose event was taken, unless that was DONE."""
+        """End the turn of an operation whose event was taken. An operation with the event DONE has ended already."""
         lib.smb_async_end(self.pointer, operation)
 
     def cancel(self, tag: int) -> bool:
-        """Return True if the operation of that tag had not begun, and is removed now."""
+        """Remove the operation with that tag if it has not begun. Return True if it was removed."""
         return bool(lib.smb_async_cancel(self.pointer, tag))
 
     def wait(self, key: int, offset: int, nbytes: int, timeout_ms: int, last: Any, *, changes: bool) -> bool:
-        """Wait until no earlier operation conflicts with a call on that range; False after timeout_ms.
+        """Wait until no earlier operation conflicts with a call on that range. Return False after timeout_ms.
 
-        `last` is a new value of `no_last`. A repeated wait with the same value waits for the same operations.
+        `last` comes from no_last(). Pass the same value again to go on waiting for the same operations.
         """
         return int(lib.smb_async_wait(self.pointer, key, offset, nbytes, changes, timeout_ms, last)) == 0
 
@@ -130,14 +136,16 @@ class AsyncOperations:
 
 
 class Window:
-    """The limit of the bytes that its operations have in flight."""
+    """Limits how many bytes of its operations are in flight at once."""
 
     def __init__(self, operations: AsyncOperations, credit: int, *, counts_calls: bool = False) -> None:
-        """`credit` is in bytes, 0 for a measured value; with counts_calls it is a number of operations."""
+        """`credit` is the limit in bytes; 0: the engine measures a good one. With `counts_calls` it is a number of
+        operations.
+        """
         made = ffi.new("struct smb_window **")
         check(lib.smb_window_create(operations.pointer, credit, counts_calls, made))
         self.pointer = ffi.gc(made[0], lib.smb_window_destroy)
-        self.closed = False  # no operation may be submitted any more; AsyncCalls checks this
+        self.closed = False  # if True, AsyncCalls submits no further operation to this window
 
     def credit(self) -> int:
         return int(lib.smb_window_credit(self.pointer))
