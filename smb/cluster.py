@@ -31,11 +31,14 @@ _STOP_S = 10.0
 _POLL_S = 0.01
 _MEMORY_ROOT = Path("/dev/shm")  # noqa: S108 - the system's place for shared memory
 _PREFIX = "smb-cluster"
-_KEPT = "smb-kept"  # prefix of data directories that outlive their cluster, which no sweep removes
+_KEPT = "smb-kept"  # prefix of memory directories that outlive their cluster; sweep() does not remove these
 
 
 class Daemon:
-    """A daemon process that can be killed and started again under the same name. It inherits the descriptors `held`."""
+    """A daemon process that can be killed and started again under the same name.
+
+    It inherits the file descriptors `held`.
+    """
 
     def __init__(
         self, module: str, name: str, options: Mapping[str, str], directory: Path, held: Sequence[int] = ()
@@ -55,7 +58,7 @@ class Daemon:
 
     @property
     def pid(self) -> int:
-        """The process's id, or the last process's id if none runs. Raises Error before the first start."""
+        """The id of the process, or of the last process if none runs. Raises Error before the first start."""
         if self._process is None:
             raise Error(f"{self.name} was not started yet; call start() first")
         return self._process.pid
@@ -74,7 +77,7 @@ class Daemon:
         host, port = parse_address(self._options[option])
         if port != 0:
             return
-        with contextlib.suppress(OSError):  # the address is not one of this host: the daemon reports that better
+        with contextlib.suppress(OSError):  # if the address is not one of this host, the daemon's own error is better
             family, kind, protocol, _, where = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
             kept = socket.socket(family, kind, protocol)
             self._kept.append(kept)
@@ -90,7 +93,7 @@ class Daemon:
         command = python_m(*self._module.split(), "--ready-file", str(self._ready))
         for option, value in self._options.items():
             command += [f"--{option.replace('_', '-')}", *([value] if value else [])]
-        # This process's own client credentials do not count here, because daemons get theirs as options.
+        # Daemons get their credentials as options, so this process's own client credentials are left out.
         taken_away = {*CREDENTIALS_VARIABLES, *settings.file_variables()}
         environment = {name: value for name, value in os.environ.items() if name not in taken_away}
         environment |= {OWNER_VARIABLE: str(os.getpid())}
@@ -98,7 +101,9 @@ class Daemon:
             self._process = _launch(command, environment, log, held=self._held)
 
     def wait_ready(self, deadline: float) -> None:
-        """Wait until it serves. Raises UnavailableError with the end of its log if it ends or the deadline passes."""
+        """Wait until the daemon serves. Raises UnavailableError, with the end of its log, if the daemon ends or the
+        deadline passes.
+        """
         while not self._ready.exists():
             if not self.running:
                 raise UnavailableError(f"{self.name} ended during its start: {self._last_words()}")
@@ -110,16 +115,16 @@ class Daemon:
         self.address, self.metrics = format_address(reachable(host), port), ready["metrics"]
 
     def start(self) -> None:
-        """Start it again under the same name and address, with the memory it left, and wait until it serves."""
+        """Start the daemon again, with the same name, address and memory, and wait until it serves."""
         self.spawn()
         self.wait_ready(time.monotonic() + _START_S)
 
     def kill(self) -> None:
-        """End it with SIGKILL: no clean-up, like a crash."""
+        """End the process with SIGKILL, which allows no clean-up, like a crash."""
         self._end(signal.SIGKILL)
 
     def terminate(self) -> None:
-        """End it with SIGTERM and wait; with SIGKILL if that takes too long."""
+        """End the process with SIGTERM and wait for its end. After 10 s, end it with SIGKILL."""
         self._end(signal.SIGTERM)
 
     def ask_to_end(self) -> None:
@@ -128,7 +133,7 @@ class Daemon:
             self._process.send_signal(signal.SIGTERM)
 
     def release(self) -> None:
-        """End it as `terminate` does, and release its ports for other processes."""
+        """End the process as `terminate` does, and free its ports for other processes."""
         try:
             self.terminate()
         finally:
@@ -160,11 +165,13 @@ class LocalCluster:
 
     - `capacity` of each server: bytes, or text such as "1GiB".
     - `listen` is the coordinator's address, on loopback by default. The memory servers listen on the same host, on
-      ports of their own. With 0.0.0.0 all daemons, and `address`, use this host's address. That takes `credentials`, a
-      directory that `smb certs` made, or insecure=True: every process that reaches them may then read and write.
+      ports of their own. With "0.0.0.0:PORT" other hosts can reach the cluster: all daemons, and `address`, then have
+      this host's address.
+    - `credentials` is a directory made by `smb certs`. An address other than loopback needs it, or insecure=True: then
+      every process that can connect may read and write.
     - `metrics` is the address of the coordinator's dashboard.
-    - `session_lease`, in seconds: how long a silent client counts as alive.
-    - `data_dir`: a directory. The next cluster with this directory has the same data, as long as this machine runs.
+    - `session_lease`, in seconds: a client that has not been heard of for this long counts as dead.
+    - `data_dir`: a directory. The next cluster with this directory has the same data, until the machine restarts.
     - Other options go to the memory servers: loops=2 becomes --loops 2.
 
     The daemons end with the block, or with this process. Without `data_dir` they leave nothing. Raises
@@ -211,7 +218,7 @@ class LocalCluster:
 
     def start(self) -> LocalCluster:
         """Start the daemons, and block until all of them serve. A `with` block does it for you."""
-        # Remove directories of clusters whose processes were killed before they could do it.
+        # Remove directories of clusters whose processes were killed and could not remove them.
         for root in (_MEMORY_ROOT, Path(tempfile.gettempdir())):
             sweep(root, f"{_PREFIX}-*-*")
         private = self._data_dir or Path(tempfile.mkdtemp(prefix=f"{_PREFIX}-{os.getpid()}-"))
@@ -230,7 +237,7 @@ class LocalCluster:
         self.memory_directory = Path(memory)
         try:
             deadline = time.monotonic() + _START_S
-            # The daemons hold the directories too: a daemon that outlives this process, e.g. a stopped one, uses them.
+            # The daemons hold the directories too, because a daemon may outlive this process and still use them.
             held = [directory.fd for directory in self._directories if directory.fd is not None]
             options = {"listen": self._listen, "state": str(self.state_directory), "metrics": self._metrics}
             if self._session_lease is not None:
@@ -263,7 +270,7 @@ class LocalCluster:
         return self
 
     def _keep(self, directory: Path) -> None:
-        """Lock the data directory for this cluster. Raises InvalidArgumentError if another cluster has it, and
+        """Lock the data directory for this cluster. Raises InvalidArgumentError if another cluster uses it, and
         UnavailableError if other users can write in it or have put files there.
         """
         take_directory(directory, "data_dir")
@@ -277,14 +284,14 @@ class LocalCluster:
             ) from None
 
     def _memory_of(self, private: Path) -> Path:
-        """Return the directory of the servers' memory, which depends on the data directory if there is one."""
+        """Return the directory of the servers' memory. The same data directory gives the same memory directory."""
         if self._data_dir is None:
             return _MEMORY_ROOT / f"{_PREFIX}-{os.getpid()}-{secrets.token_hex(4)}"
         found = private.stat()
         return _MEMORY_ROOT / f"{_KEPT}-{found.st_dev:x}-{found.st_ino:x}"
 
     def _access(self, name: str) -> dict[str, str]:
-        """Return the access options of the daemon of that name; an empty value is a flag."""
+        """Return the access options of the daemon of that name. An option with an empty value is a flag."""
         options = {"credentials": str(self._credentials / name)} if self._credentials is not None else {}
         return options | ({"insecure": ""} if self._insecure else {})
 

@@ -1,4 +1,4 @@
-"""The narrow view of a client that the modules of a call use."""
+"""What the modules of smb.call need of a client: protocols that its session and its locks implement."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from smb.transport.base import Deadline, Rdma, SegmentLocation, SegmentPath
 
 
 class Session(Protocol):
-    """One process's session: its engine, its links, its coordinator."""
+    """A client's session in one process, with its engine, its links to servers and its coordinator."""
 
-    timeout: float  # seconds, of each call
-    timeout_ms: int
-    switch: Switch  # is open while direct calls may begin
+    timeout: float  # limit of each call, in seconds
+    timeout_ms: int  # the same limit in milliseconds
+    switch: Switch  # open while calls may begin on the direct path, from a buffer straight to the engine
     engine: EngineClient
     coordinator: Coordinator
     calls: AsyncCalls
@@ -26,29 +26,31 @@ class Session(Protocol):
     verbs: Rdma
 
     def check_open(self) -> None:
-        """Raise UnavailableError if the client was closed, Error in a child of fork."""
+        """Raise UnavailableError if the client was closed or its session has ended, and Error in a child of fork."""
 
     def reach(self, locations: Sequence[SegmentLocation], epoch: int, deadline: Deadline) -> tuple[SegmentPath, ...]:
         """Return the path to each segment."""
 
     def reach_gated(self, location: SegmentLocation, deadline: Deadline) -> tuple[Link, ...]:
-        """Return the links on which changes of a segment go through its server."""
+        """Return the links that carry changes of a segment to its server, which applies them: this path is used where
+        changes in mapped memory are not allowed.
+        """
 
     def reach_waits(self, location: SegmentLocation, deadline: Deadline) -> Link:
-        """Return the link for requests that wait at a segment's server."""
+        """Return the link for requests that a segment's server answers late, such as a wait for a lock."""
 
     def server_of(self, location: SegmentLocation) -> str:
-        """Return the server that a segment's calls go to."""
+        """Return the server that handles calls on a segment."""
 
     def turns_of(self, buffer_id: int, itemsize: int) -> Turns:
-        """Return the order of the async calls on a buffer."""
+        """Return the object that orders the async calls on a buffer. All Buffer objects of one buffer share it."""
 
     def why_untrusted(self, server: str) -> str:
-        """Return why the peer at a server's address is not trusted to be that server, empty if it is trusted."""
+        """Return why the peer at a server's address is not trusted to be that server; "" if it is trusted."""
 
 
 class Fence(Protocol):
-    """The lock under which a change is made."""
+    """A lock that protects a change: a server refuses the change once another client holds the lock."""
 
     @property
     def owner(self) -> object:
@@ -59,7 +61,7 @@ class Fence(Protocol):
         """The fencing token. Raises InvalidArgumentError unless the lock is held."""
 
     def lose(self, token: int) -> None:
-        """Mark the holding with this token as lost."""
+        """Mark the lock as lost, if its present holding has this token."""
 
 
 class FenceAsMade:
