@@ -28,7 +28,7 @@ class _Memory:
     """Bytes that hold a state, or a part of one."""
 
     bytes: np.ndarray[Any, np.dtype[np.uint8]]
-    _times = 0  # number of copies to or from a device
+    _times = 0  # number of copies between this memory and a device so far, counted up to 2
 
     def hold(self, tensors: Iterable[torch.Tensor]) -> None:
         """Let CUDA copy from and to this memory directly (page_lock.py) if tensors on a device use it for the second
@@ -49,8 +49,8 @@ class StateBytes(_Memory):
         self.nbytes = buffer.nbytes
         self.bytes = np.zeros(-(-max(buffer.nbytes, 1) // 8) * 8, np.uint8)  # bytes between tensors are zero, too
         self.elements = self.bytes[: buffer.nbytes].view(buffer.dtype)
-        # Bits are compared in units of the smallest element, so that no tensor's elements are smaller than a unit. In a
-        # model with two dtypes the smaller one decides.
+        # Deltas compare two states bit for bit, in units of `width` bytes. The width is the size of the smallest
+        # element of any tensor (1, 2, 4 or 8), so that a unit never covers two elements.
         sizes = [info.dtype.itemsize for info in buffer.table.values() if info.nbytes]
         self.width = min((size for size in sizes if size in (2, 4, 8)), default=1) if min(sizes, default=1) > 1 else 1
         self._infos = buffer.table
@@ -67,7 +67,10 @@ class StateBytes(_Memory):
                 self.tensors[name].copy_(tensor)
 
     def memories(self, given: Mapping[str, torch.Tensor]) -> Iterator[tuple[int, int, int, object]]:
-        """Yield (first byte, address, bytes, owner) of such tensors. Tensors on a device are copied to host memory."""
+        """Yield (first byte in the buffer, address, bytes, owner) for each of these tensors, which `take` also accepts.
+
+        A tensor on a device is copied to host memory first. Keep the owner while the address is in use.
+        """
         for name, tensor in given.items():
             info = self._infos[name]
             host = plain(tensor.to("cpu", self.tensors[name].dtype))
@@ -75,7 +78,7 @@ class StateBytes(_Memory):
                 yield info.offset, host.data_ptr(), info.nbytes, host
 
     def read(self, buffer: Buffer, version: int | None = None) -> int:
-        """Read a version (default: the latest) of the buffer or of a mirror of it. Return the version's number."""
+        """Read a version (default: the latest) from the buffer, or from a mirror of it. Return the version's number."""
         if buffer.nbytes != self.nbytes:  # otherwise the read would write beyond this memory
             raise NotFoundError(
                 f"{buffer.name!r} has {buffer.nbytes} bytes, not {self.nbytes}: another state has taken its name; "
@@ -118,14 +121,14 @@ class PartBytes(_Memory):
 
     @property
     def ranges(self) -> Iterator[tuple[int, int, Any]]:
-        """Yield (first byte in the buffer, bytes, local memory)."""
+        """Yield (first byte in the buffer, bytes, local memory) for each contiguous piece."""
         base = address_of(memory_of(self.bytes)) if self.bytes.size else 0
         for name, runs in self._runs.items():
             for there, nbytes, here in runs:
                 yield there, nbytes, memory_at(base + self._slices[name].start + here)
 
     def read(self, buffer: Buffer, version: int | None = None) -> int:
-        """As StateBytes.read. All parts are of one version."""
+        """Read all parts from one version (default: the latest) of the buffer. Return the version's number."""
         itemsize = buffer.dtype.itemsize
         ranges = [(there // itemsize, nbytes // itemsize, memory) for there, nbytes, memory in self.ranges]
         return versions_of(buffer).read_ranges(ranges, 0, version)

@@ -36,7 +36,7 @@ class Guards:
 
     - `norm_max`: limit of its Euclidean norm.
     - `norm_factor`: limit of its norm, as a multiple of the median norm of this worker's last 31 accepted contributions
-      (from the 8th on).
+      (once 8 were accepted).
     - `staleness_max`: limit of its staleness, in the scheme's own unit.
     """
 
