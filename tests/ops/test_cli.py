@@ -130,7 +130,7 @@ def test_mirrors_are_made_shown_and_stopped(cluster: smb.LocalCluster, capsys: p
         client.create("cli/published", 1 << 20, "uint8", versions=2, servers=2, stripe="64KiB")
         code, out, err = relay("--auto")
         assert (code, out) == (1, "")
-        assert "no memory server is free for one: 2 with a part of it. Start another" in err
+        assert "no memory server is free for a mirror: 2 with a part of it. Start another" in err
         assert relay()[0] == 0
         client.delete("cli/published")
 
@@ -372,7 +372,7 @@ def test_up_restarts_what_dies_and_keeps_what_it_had(tmp_path: Path, kept_port: 
                         pid = re.search(r"server-0 .* pid (\d+)", said)
                         assert pid is not None, said
                         os.kill(int(pid[1]), signal.SIGKILL)
-                        assert "is started again with what it had" in up.stderr.readline()
+                        assert "restarting it with its data" in up.stderr.readline()
                         said = up.stderr.readline()
                 assert (client.open("kept").read() == 7).all()
             taken = run_smb("up", "--listen", "127.0.0.1:0", "--data-dir", str(tmp_path / "kept"))

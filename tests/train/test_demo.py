@@ -123,7 +123,7 @@ def test_command_passes_the_scheme_and_its_settings_on(
     assert str(given[0].plot) == "demo-diloco.png"
     capsys.readouterr()
     for wrong, says in (
-        (("--scheme", "nonsense"), "no scheme 'nonsense'"),
+        (("--scheme", "nonsense"), "unknown scheme 'nonsense'"),
         (("--set", "every"), "takes NAME=VALUE"),
         (("--set", "pigeons=3"), "pigeons"),
     ):

@@ -20,7 +20,7 @@ def doctor(
     coordinator: Coordinator = None,
     as_json: Json = False,
 ) -> None:
-    """Check this machine and a cluster for problems, and say what to change.
+    """Check this machine and a cluster; say what to change.
 
     On this machine: memory directory, huge pages, limits, network buffers, MTU, RDMA. In the cluster at --coordinator,
     or at 127.0.0.1:7070 if there is one: its clock, and each memory server over each transport, measured through a
