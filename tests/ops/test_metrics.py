@@ -430,4 +430,4 @@ def test_targets(small: smb.LocalCluster, tmp_path: Path) -> None:
     assert file.read_text() == text
     refused = subprocess.run([*command, "127.0.0.1:9"], capture_output=True, text=True, timeout=60, check=False)
     assert refused.returncode == 1
-    assert "no coordinator" in refused.stderr
+    assert "cannot read targets from a coordinator" in refused.stderr

@@ -61,7 +61,7 @@ def test_a_training_loses_a_worker_while_the_coordinator_is_away(caplog: pytest.
             cluster.coordinator.kill()
         values += 1
         with caplog.at_level(logging.WARNING), waiting(worker.step) as result:
-            wait_for(lambda: caplog.text.count("is not known now") > 1, "asking whether it lives", DEADLINE_S)
+            wait_for(lambda: caplog.text.count("unknown whether worker") > 1, "asking whether it lives", DEADLINE_S)
             if hangs:
                 os.kill(cluster.coordinator.pid, signal.SIGCONT)
             else:

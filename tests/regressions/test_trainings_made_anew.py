@@ -266,7 +266,7 @@ def test_a_maker_that_was_stopped(connect: Connect, monkeypatch: pytest.MonkeyPa
         store(parameters, weights)
 
     monkeypatch.setattr(ArrayParameters, "store", stopped)
-    with pytest.raises(smb.NotFoundError, match="made anew"):
+    with pytest.raises(smb.NotFoundError, match="deleted and created again"):
         join(client)
     goes_on(made[0])
 
@@ -287,7 +287,7 @@ def test_a_load_that_was_stopped(
         fill(*arguments)
 
     monkeypatch.setattr(saved, "_fill", stopped)
-    with pytest.raises(smb.NotFoundError, match="made anew"):
+    with pytest.raises(smb.NotFoundError, match="deleted and created again"):
         smb.train.load(client, "run", tmp_path / "run")
     assert "could not delete what it made of training 'run'" in caplog.text
     goes_on(made[0])
