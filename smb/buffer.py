@@ -95,6 +95,13 @@ class Buffer:
       A block with an infinity or NaN arrives as NaN.
     - int4 does so with blocks of 64 elements and `s = max|x|/7`: the error is at most `max|x|/14`. Use it with
       ErrorFeedback.
+
+    ```python
+    buffer = client.create("counts", 3, dtype="int64")
+    buffer.write(np.array([1, 2, 3]))
+    buffer.accumulate(np.array([10, 10, 10]))
+    buffer.read()  # array([11, 12, 13])
+    ```
     """
 
     __slots__ = ("__dict__", "__weakref__", "_target")  # `_target` is where direct methods look
@@ -151,7 +158,13 @@ class Buffer:
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """The JSON object that the buffer was created with, as a new dict each time. It never changes."""
+        """The JSON object that the buffer was created with, as a new dict each time. It never changes.
+
+        ```python
+        buffer = client.create("tagged", 1000, metadata={"step": 7})
+        buffer.metadata  # {'step': 7}
+        ```
+        """
         return metadata.decode(self._dispatcher.info.metadata_json)
 
     @property
@@ -160,7 +173,13 @@ class Buffer:
         return {name: Tensor(self, name, info) for name, info in self.table.items()}
 
     def tensor(self, name: str) -> Tensor:
-        """Return the named tensor, to be read, written and accumulated by itself. Raises NotFoundError."""
+        """Return the named tensor, to be read, written and accumulated by itself. Raises NotFoundError.
+
+        ```python
+        model = client.create("model", tensors={"weight": ((10, 20), "float32"), "bias": ((10,), "float32")})
+        model.tensor("bias").shape  # (10,)
+        ```
+        """
         return tensor_of(self, self.table, name)
 
     @property
@@ -240,6 +259,11 @@ class Buffer:
         """Read the latest version of a buffer with versions into `out`, as read() does, and return its number.
 
         Raises NotFoundError before the first publication.
+
+        ```python
+        latest = np.empty(1000, np.float32)
+        published.read_version(latest)  # 1: the version that was read
+        ```
         """
         self._check_versions("read_version")
         number = self._arguments.wire(wire, "read_version")
@@ -275,7 +299,13 @@ class Buffer:
 
     @accounted
     def fill(self, value: float, *, fence: Lock | None = None) -> None:
-        """Set every element to `value`, converted to the buffer's dtype."""
+        """Set every element to `value`, converted to the buffer's dtype.
+
+        ```python
+        buffer.fill(0.5)
+        buffer.read(count=2)  # array([0.5, 0.5], dtype=float32)
+        ```
+        """
         element = arrays.scalar(value, self._arguments.dtype)
         if element is None:
             raise InvalidArgumentError(
@@ -296,6 +326,12 @@ class Buffer:
 
         Raises TransportError if a segment is not on this host or not reached over shared memory, and
         InvalidArgumentError for buffers with several copies or that may move.
+
+        ```python
+        view = buffer.view()
+        view[:10] = 1.0
+        buffer.read(count=2)  # array([1., 1.], dtype=float32)
+        ```
         """
         if self.info.movable:
             raise InvalidArgumentError(
@@ -603,7 +639,14 @@ class Buffer:
     @direct(Opcode.FETCH_ADD)
     @accounted
     def fetch_add(self, index: int, value: int) -> int:
-        """Add `value` to element `index` of an int64 buffer and return its former value. Atomic; wraps around."""
+        """Add `value` to element `index` of an int64 buffer and return its former value. Atomic; wraps around.
+
+        ```python
+        counters = client.create("counters", 8, dtype="int64")
+        counters.fetch_add(0, 5)  # 0: the value before
+        counters.fetch_add(0, 1)  # 5
+        ```
+        """
         index, value = self._arguments.counter("fetch_add", index, value)
         return signed(self._dispatcher.call(Request(Opcode.FETCH_ADD, 8 * index, 8, argument=value & _MASK)))
 
@@ -613,6 +656,12 @@ class Buffer:
         """Set element `index` of an int64 buffer to `new` if it is `expected`; return its former value. Atomic.
 
         The element was set if and only if the result equals `expected`.
+
+        ```python
+        states = client.create("states", 8, dtype="int64")
+        states.compare_swap(0, expected=0, new=7)  # 0: the element was 0 and is now 7
+        states.compare_swap(0, expected=0, new=9)  # 7: the element was 7 and stays 7
+        ```
         """
         index, expected, new = self._arguments.counter("compare_swap", index, expected, new)
         request = Request(Opcode.COMPARE_SWAP, 8 * index, 8, argument=new & _MASK, expected=expected & _MASK)
@@ -708,6 +757,11 @@ class Buffer:
     def wait(self, version: int, *, timeout: float | None = None) -> int:
         """Wait until `version` or a later one is published, and return the latest. TimeoutError after `timeout`
         seconds.
+
+        ```python
+        published.publish(array)
+        published.wait(2, timeout=60)  # 2: the latest version
+        ```
         """
         asked = self._arguments.asked(f"wait for version {version}")
         if not 0 <= operator.index(version) < 2**63 or (timeout is not None and timeout < 0):
@@ -762,7 +816,13 @@ class Buffer:
     def write_async(
         self, array: Any, offset: int | None = None, *, fence: Lock | None = None, wire: str | None = None
     ) -> Future[None]:
-        """Start a write() and return a future. Ordered as in read_async(). Do not change the array until it is done."""
+        """Start a write() and return a future. Ordered as in read_async(). Do not change the array until it is done.
+
+        ```python
+        future = buffer.write_async(array)
+        future.result()  # None: the write is done
+        ```
+        """
         return self._write_later(array, offset, fence=fence, wire=wire)
 
     def accumulate_async(
@@ -780,6 +840,11 @@ class Buffer:
     ) -> Future[Array | None]:
         """Start an accumulate() and return a future. Ordered as in read_async(). Do not change the array until it is
         done.
+
+        ```python
+        future = buffer.accumulate_async(gradient, scale=-0.5, fetch=True)
+        latest = future.result()
+        ```
         """
         return self._accumulate_later(
             array, offset, op=op, scale=scale, fetch=fetch, out=out, fence=fence, wire=wire, feedback=feedback
@@ -790,6 +855,11 @@ class Buffer:
         """Run a function that may change any element of this buffer on one of the client's threads; return a future.
 
         It is ordered as in read_async(). Calls inside the function do not wait for other async calls.
+
+        ```python
+        future = buffer.submit(lambda: buffer.write(buffer.read() * 2))
+        future.result()  # None: the function's result
+        ```
         """
         return self._submit(call, 0, None)
 

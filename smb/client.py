@@ -342,6 +342,11 @@ class Client:
         """Return the buffer of that name. With timeout > 0 (seconds) wait until somebody creates it.
 
         Raises NotFoundError.
+
+        ```python
+        buffer = client.open("buffer", timeout=60)
+        buffer.shape  # (1000,)
+        ```
         """
         self._session.check_open()
         _check_name("open", name)
@@ -352,7 +357,13 @@ class Client:
         return Buffer(self._session, BufferInfo.of(self._coordinator.open_buffer(name, timeout, self.timeout)))
 
     def list(self) -> builtins.list[BufferInfo]:
-        """Return all buffers of the cluster, sorted by name."""
+        """Return all buffers of the cluster, sorted by name.
+
+        ```python
+        for info in client.list():
+            print(info.name, info.shape, info.dtype)
+        ```
+        """
         self._session.check_open()
         infos = [BufferInfo.of(buffer) for buffer in self._coordinator.list_buffers(self.timeout)]
         return sorted(infos, key=lambda info: info.name)
@@ -365,6 +376,11 @@ class Client:
         memory.
 
         With transport="verbs" raises TransportError if RDMA cannot be used, or so much memory cannot be locked.
+
+        ```python
+        array = client.empty(1000)
+        buffer.read(out=array)
+        ```
         """
         self._session.check_open()
         extents, element = _extents("empty", shape), dtype_of(dtype)
@@ -383,6 +399,11 @@ class Client:
         A name deletes the buffer that has this name now. A Buffer, or an item of list(), deletes only that buffer: if
         it was renamed or deleted meanwhile, another buffer of the same name stays. Raises NotFoundError unless
         missing_ok.
+
+        ```python
+        client.delete("buffer")
+        client.delete("buffer", missing_ok=True)  # there is none now: does nothing
+        ```
         """
         self._session.check_open()
         name, known_id = _named("delete", name)
@@ -394,6 +415,11 @@ class Client:
         A Buffer, or an item of list(), renames only that buffer, as with delete(). With replace=True a buffer of the
         new name is deleted in the same step: open() finds one of the two at any time. Raises NotFoundError, and
         AlreadyExistsError without replace=True.
+
+        ```python
+        client.rename("buffer", "weights")
+        client.open("weights").shape  # (1000,)
+        ```
         """
         self._rename(name, new_name, replace=replace)
 
@@ -401,12 +427,24 @@ class Client:
         """Rename all buffers FOLDER/x to NEW_FOLDER/x in one step.
 
         Raises NotFoundError if there are none, and AlreadyExistsError if a buffer at the new place exists.
+
+        ```python
+        client.create("run1/weights", 1000)
+        client.rename_folder("run1", "run2")
+        client.open("run2/weights").name  # 'run2/weights'
+        ```
         """
         self._rename(folder, new_folder, folder=True)
 
     def displace(self, name: str | Buffer | BufferInfo, new_name: str, displaced_name: str) -> None:
         """Rename as with replace=True, but keep the buffer that had the new name, as `displaced_name`, in the same
         step.
+
+        ```python
+        client.displace("other", "buffer", "former")
+        client.open("buffer")  # the buffer that was "other"
+        client.open("former")  # the buffer that was "buffer"
+        ```
         """
         self._rename(name, new_name, replace=True, displaced_name=displaced_name)
 
@@ -433,6 +471,10 @@ class Client:
 
         Raises NotFoundError, InvalidArgumentError if the buffer has no versions (versions=2 or more), and
         OutOfMemoryError if a server has no room. After an error no mirror was added.
+
+        ```python
+        client.relay("published", to="auto")  # for example ['server-1']
+        ```
         """
         source = self.open(name)
         with contextlib.suppress(NotFoundError, PermissionDeniedError):
@@ -493,6 +535,11 @@ class Client:
         """Delete a buffer's mirrors on these servers (default: all), and return the servers' names.
 
         Readers go on with the remaining mirrors and the buffer. Raises NotFoundError if a server has no mirror of it.
+
+        ```python
+        client.relay("published")  # for example ['server-1']
+        client.stop_relays("published")  # the same servers: the mirrors are deleted
+        ```
         """
         source = self.open(name)
         mirrors = {mirror.server: mirror.name for mirror in source.info.mirrors}
@@ -507,7 +554,12 @@ class Client:
         return servers
 
     def servers(self) -> builtins.list[ServerInfo]:
-        """Return all memory servers that the coordinator knows, dead ones too, sorted by name."""
+        """Return all memory servers that the coordinator knows, dead ones too, sorted by name.
+
+        ```python
+        [server.name for server in client.servers() if server.alive]  # ['server-0', 'server-1']
+        ```
+        """
         self._session.check_open()
         infos = [
             ServerInfo(
@@ -616,6 +668,11 @@ class Client:
 
         Waits at most 2 s for a stopped coordinator, at most 10 s for a thread that looks up a host name, and not at all
         for a stopped memory server. Calls in other threads that are connecting to a server fail within 0.1 s.
+
+        ```python
+        client = smb.connect("127.0.0.1:7070")
+        client.close()
+        ```
         """
         if self._session.close() and self.pages is not None:
             self.pages.close()
@@ -635,6 +692,11 @@ class Client:
         """Run a function on one of the client's threads and return a future. Does not block.
 
         Functions run in any order. Use Buffer.submit if a function must keep the order of a buffer's calls.
+
+        ```python
+        future = client.submit(lambda: float(buffer.read().sum()))
+        future.result()  # 0.0: the function's result
+        ```
         """
         self._session.check_open()
         return self._session.calls.submit(call, Turns(), 0, 0, changes=False)
@@ -644,6 +706,12 @@ class Client:
         block.
 
         None: about twice what the path holds (bandwidth times delay), measured while it runs, within bounds.
+
+        ```python
+        with client.queue(credit=8 << 20) as queue:
+            future = queue.read(buffer, priority=1)
+        values = future.result()
+        ```
         """
         self._session.check_open()
         return Queue(self._session, credit)
@@ -652,6 +720,10 @@ class Client:
         """Serve this client's metrics at /metrics of "host:port" until close().
 
         If the address cannot be used, a warning is logged and nothing is raised.
+
+        ```python
+        client.serve_metrics("127.0.0.1:0")  # port 0: any free port
+        ```
         """
         from smb.metrics import serve
 

@@ -217,7 +217,15 @@ class LocalCluster:
         return self.coordinator.address
 
     def start(self) -> LocalCluster:
-        """Start the daemons, and block until all of them serve. A `with` block does it for you."""
+        """Start the daemons, and block until all of them serve. A `with` block does it for you.
+
+        ```python
+        cluster = smb.LocalCluster(servers=1).start()
+        client = smb.connect(cluster.address)
+        client.close()
+        cluster.stop()
+        ```
+        """
         # Remove directories of clusters whose processes were killed and could not remove them.
         for root in (_MEMORY_ROOT, Path(tempfile.gettempdir())):
             sweep(root, f"{_PREFIX}-*-*")
@@ -296,7 +304,13 @@ class LocalCluster:
         return options | ({"insecure": ""} if self._insecure else {})
 
     def stop(self) -> None:
-        """End all daemons and remove their files. A second call does nothing."""
+        """End all daemons and remove their files. A second call does nothing.
+
+        ```python
+        cluster = smb.LocalCluster(servers=1).start()
+        cluster.stop()
+        ```
+        """
         for server in self.servers:
             server.ask_to_end()
         for daemon in [*self.servers, *([self.coordinator] if hasattr(self, "coordinator") else [])]:

@@ -58,7 +58,13 @@ class ErrorFeedback:
             return self._residual.reshape(self.buffer.shape).copy()
 
     def reset(self) -> None:
-        """Set the residual to zeros."""
+        """Set the residual to zeros.
+
+        ```python
+        residual.reset()
+        float(residual.residual.sum())  # 0.0
+        ```
+        """
         with self.lock:
             self._residual[:] = 0
 

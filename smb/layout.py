@@ -37,6 +37,10 @@ class Layout:
     def pieces(self, offset: int, count: int) -> Iterator[Piece]:
         """Yield the pieces of `count` elements from element `offset`, in order. Does not block. Raises
         InvalidArgumentError.
+
+        ```python
+        list(buffer.layout.pieces(0, 1000))  # [Piece(segment=0, offset=0, count=1000)]
+        ```
         """
         if offset < 0 or count < 0 or (offset + count) * self.itemsize > self.nbytes:
             raise InvalidArgumentError(

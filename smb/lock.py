@@ -39,6 +39,11 @@ class Lock:
     background. A holder that dies, or is stopped for longer than `ttl`, loses it, and the next waiter gets it; leaving
     the block then raises LockLostError. Changes of the buffer with fence=lock are refused after that, so that no change
     of a former holder mixes with those of the present one. Not reentrant. Use one object in one thread at a time.
+
+    ```python
+    with buffer.lock() as lock:
+        buffer.write(array, fence=lock)
+    ```
     """
 
     def __init__(
@@ -85,6 +90,12 @@ class Lock:
         If the server has not answered, the error's outcome is "unknown": the lock may stay taken until its ttl is over.
         The same holds for an exception that a signal handler raises in here, usually KeyboardInterrupt. This object
         does not hold the lock then.
+
+        ```python
+        lock = client.lock("checkpoint", timeout=60)
+        lock.acquire()
+        lock.held  # True
+        ```
         """
         asked = f"lock {self._home.what}"
         if self._token != 0:
@@ -120,6 +131,12 @@ class Lock:
 
         An exception that a signal handler raises in here has the outcome "unknown": the lock may stay taken until its
         ttl is over.
+
+        ```python
+        lock = client.lock("checkpoint").acquire()
+        lock.release()
+        lock.held  # False
+        ```
         """
         token = self.token
         try:
@@ -137,6 +154,11 @@ class Lock:
     def check(self) -> None:
         """Ask the server whether this client still holds the lock, and renew it. Raises LockLostError,
         UnavailableError.
+
+        ```python
+        with client.lock("checkpoint") as lock:
+            lock.check()  # None: the lock is still held
+        ```
         """
         token = self.token
         if self._lost:

@@ -56,7 +56,14 @@ class Pin:
         return self._version
 
     def read(self, offset: int = 0, count: int | None = None, *, out: Any = None, wire: str | None = None) -> Array:
-        """Read from the held version, as Buffer.read does. Raises LockLostError if a publisher has overwritten it."""
+        """Read from the held version, as Buffer.read does. Raises LockLostError if a publisher has overwritten it.
+
+        ```python
+        with published.pin() as pin:
+            first = pin.read(offset=0, count=500)
+            second = pin.read(offset=500)  # of the same version
+        ```
+        """
         if self._name is None:
             raise InvalidArgumentError(
                 f"{self._asked}: the pin is not taken; enter it first (with buffer.pin() as pin: ...)"
@@ -72,7 +79,15 @@ class Pin:
         return result
 
     def renew(self) -> None:
-        """Hold the version for another `ttl` seconds. Raises LockLostError if a publisher has gone on."""
+        """Hold the version for another `ttl` seconds. Raises LockLostError if a publisher has gone on.
+
+        ```python
+        with published.pin(ttl=5.0) as pin:
+            first = pin.read(offset=0, count=500)
+            pin.renew()  # 5 seconds more
+            second = pin.read(offset=500)
+        ```
+        """
         if self._name is None:
             raise InvalidArgumentError(f"{self._asked}: the pin is not taken; enter it first")
         self._home.ask(self._asked, AskOpcode.PIN, 0, (self._ttl_ms, self._name))

@@ -66,7 +66,14 @@ class Queue:
         wire: str | None = None,
         priority: int = 0,
     ) -> Future[Array]:
-        """Start a Buffer.read and return a future."""
+        """Start a Buffer.read and return a future.
+
+        ```python
+        with client.queue() as queue:
+            future = queue.read(buffer, priority=1)
+        values = future.result()
+        ```
+        """
         when = self._when(priority, "read")
         return self._of(buffer, "read")._read_later(offset, count, out=out, wire=wire, **when)
 
@@ -80,7 +87,13 @@ class Queue:
         fence: Lock | None = None,
         priority: int = 0,
     ) -> Future[None]:
-        """Start a Buffer.write and return a future."""
+        """Start a Buffer.write and return a future.
+
+        ```python
+        with client.queue() as queue:
+            queue.write(buffer, array, priority=1)
+        ```
+        """
         when = self._when(priority, "write")
         return self._of(buffer, "write")._write_later(array, offset, fence=fence, wire=wire, **when)
 
@@ -98,14 +111,29 @@ class Queue:
         fence: Lock | None = None,
         priority: int = 0,
     ) -> Future[Array | None]:
-        """Start a Buffer.accumulate and return a future."""
+        """Start a Buffer.accumulate and return a future.
+
+        ```python
+        with client.queue() as queue:
+            future = queue.accumulate(buffer, gradient, scale=-0.5, fetch=True)
+        latest = future.result()
+        ```
+        """
         when = self._when(priority, "accumulate")
         return self._of(buffer, "accumulate")._accumulate_later(
             array, offset, op=op, scale=scale, fetch=fetch, out=out, fence=fence, wire=wire, **when
         )
 
     def close(self) -> None:
-        """Cancel operations that have not begun, and wait for the others. A second call does nothing."""
+        """Cancel operations that have not begun, and wait for the others. A second call does nothing.
+
+        ```python
+        queue = client.queue()
+        future = queue.read(buffer)
+        queue.close()
+        future.done()  # True: it has its result or was cancelled
+        ```
+        """
         self._session.calls.end(self._window, cancel=True)
 
     def __enter__(self) -> Queue:

@@ -245,6 +245,11 @@ class Tensor:
         shape.
 
         See Buffer.read.
+
+        ```python
+        bias = client.create("model", tensors={"bias": ((3,), "float32")}).tensor("bias")
+        bias.read()  # array([0., 0., 0.], dtype=float32)
+        ```
         """
         result = np.empty(self.shape, self.dtype) if out is None else out
         asked = self._asked("read")
@@ -262,7 +267,14 @@ class Tensor:
         return cast(Array, result)
 
     def write(self, array: Any, *, fence: Lock | None = None, wire: str | None = None) -> None:
-        """Replace the tensor's values by an array of its dtype and size, flat or of its shape. See Buffer.write."""
+        """Replace the tensor's values by an array of its dtype and size, flat or of its shape. See Buffer.write.
+
+        ```python
+        bias = client.create("model", tensors={"bias": ((3,), "float32")}).tensor("bias")
+        bias.write(np.ones(3, np.float32))
+        bias.read()  # array([1., 1., 1.], dtype=float32)
+        ```
+        """
         memory = self._source(array, "write")
         if self.size:
             self.buffer.write(self._flat(memory), self.offset, fence=fence, wire=wire)
@@ -281,6 +293,11 @@ class Tensor:
         """Combine the tensor's values with an array of its size, flat or of its shape, where the memory is.
 
         See Buffer.accumulate. Raises InvalidArgumentError if the buffer is one of bytes.
+
+        ```python
+        bias = client.create("model", tensors={"bias": ((3,), "float32")}).tensor("bias")
+        bias.accumulate(np.ones(3, np.float32), scale=0.5, fetch=True)  # array([0.5, 0.5, 0.5], dtype=float32)
+        ```
         """
         if self._as_bytes:
             raise InvalidArgumentError(

@@ -308,6 +308,12 @@ def delete(client: Client, name: str, *, missing_ok: bool = False) -> None:
     """Delete a checkpoint, and what killed saves of its name left.
 
     Raises NotFoundError unless missing_ok, and InvalidArgumentError if a buffer of that name is not a checkpoint.
+
+    ```python
+    import smb.torch.checkpoint
+
+    smb.torch.checkpoint.delete(client, "run/ckpt", missing_ok=True)
+    ```
     """
     with _turn(client, name):
         _check_free(client, name, "delete")

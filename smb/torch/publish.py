@@ -230,6 +230,12 @@ class Publisher:
         default readers can delay a trainer, but not stop it. With a shorter `timeout` TimeoutError is raised then:
         nothing was published, and the call may be repeated or left out. Raises InvalidArgumentError if names, shapes or
         dtypes differ from the first time.
+
+        ```python
+        publisher = smb.torch.Publisher(client, "digits", model)
+        publisher.publish()  # 1: the first generation
+        publisher.publish()  # 2
+        ```
         """
         with self._turn:
             self._take(state)
@@ -239,6 +245,13 @@ class Publisher:
         """Publish in the background, and return a future. The state may change as soon as this returns.
 
         Blocks while an earlier publication of this Publisher is in progress. Otherwise as publish().
+
+        ```python
+        publisher = smb.torch.Publisher(client, "digits", model)
+        future = publisher.publish_async()
+        optimizer.step()  # does not change what is published
+        future.result()  # 1: the generation
+        ```
         """
         self._turn.acquire()
         try:
@@ -314,6 +327,11 @@ class Follower:
 
     It keeps one copy of the state, or of the parts that it reads, in this process's memory. `generation` is the one
     that was read or pinned last, 0 before the first.
+
+    ```python
+    follower = smb.torch.follow(client, "policy")
+    follower.load(model)  # 1: the generation that was read
+    ```
     """
 
     ROLE: ClassVar[str] = READER
@@ -408,6 +426,11 @@ class Follower:
 
         Does not read it. Sleeps until the publication wakes it. Raises TimeoutError after `timeout` seconds (None: no
         end).
+
+        ```python
+        follower.wait(timeout=60)  # 1: the latest generation
+        follower.load(model)
+        ```
         """
         wanted = self.generation + 1 if generation is None else generation
         if self._reader is not None:
@@ -425,6 +448,11 @@ class Follower:
         is not published yet.
 
         Each rank of a sharded model reads for itself. Pass `generation` so that all have the same one.
+
+        ```python
+        follower.load(model)  # 1: the generation that was read
+        follower.load(model, generation=1)  # this generation, or NotFoundError
+        ```
         """
         asked = f"load {self.buffer.name!r}"
         here = {name: tensor for name, tensor in plain_state(model).items() if isinstance(tensor, torch.Tensor)}
@@ -467,12 +495,23 @@ class Follower:
         """Read the latest generation, or `generation`. Return it as new tensors in the host's memory.
 
         With placements= returns the parts. Tied names get the same tensor. Raises NotFoundError as load() does.
+
+        ```python
+        state = follower.state_dict()
+        state["0.bias"].shape  # torch.Size([10])
+        ```
         """
         self._read(f"state_dict of {self.buffer.name!r}", generation)
         return self._named(_copies(self._memory.tensors))
 
     def views(self, *, generation: int | None = None) -> dict[str, torch.Tensor]:
-        """As state_dict(), without a copy: the tensors are this Follower's memory, and change with its next read."""
+        """As state_dict(), without a copy: the tensors are this Follower's memory, and change with its next read.
+
+        ```python
+        views = follower.views()
+        views["0.bias"].shape  # torch.Size([10])
+        ```
+        """
         self._read(f"views of {self.buffer.name!r}", generation)
         return self._named()
 
@@ -545,6 +584,12 @@ class Generation(Mapping[str, torch.Tensor]):
     """A pinned generation: a mapping of names to tensors. Each tensor is read into new memory when it is asked for.
 
     With placements= of follow() these are the parts of tensors.
+
+    ```python
+    with follower.pin() as generation:
+        list(generation)  # ['0.weight', '0.bias']
+        bias = generation["0.bias"]
+    ```
     """
 
     def __init__(self, number: int, names: Mapping[str, str], read: Callable[[str], torch.Tensor]) -> None:

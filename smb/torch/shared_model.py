@@ -60,6 +60,11 @@ class Shared:
     time.
 
     If an exception ends the `with` block, the process leaves the group without waiting for anything.
+
+    ```python
+    with smb.torch.join(model, optimizer, "digits", scheme="localsgd", every=20) as shared:
+        shared.scheme  # the group's scheme with its settings
+    ```
     """
 
     samples: int | None
@@ -143,7 +148,13 @@ class Shared:
         return self.worker.progress
 
     def on_exchange(self, listener: Callable[[smb.train.ExchangeEvent], object]) -> None:
-        """Call `listener` after each exchange of this process, inside optimizer.step()."""
+        """Call `listener` after each exchange of this process, inside optimizer.step().
+
+        ```python
+        with smb.torch.join(model, optimizer, "digits", scheme="localsgd", every=20) as shared:
+            shared.on_exchange(lambda event: print(event.step, event.bytes))
+        ```
+        """
         self._check_open()
         self.worker.on_exchange(listener)
 
@@ -152,6 +163,13 @@ class Shared:
         joining.
 
         For schedules that count optimizer steps.
+
+        ```python
+        import torch
+        with smb.torch.join(model, optimizer, "digits", scheme="localsgd", every=20) as shared:
+            scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=30)
+            shared.catch_up(scheduler)  # 0: the steps of the group so far
+        ```
         """
         steps = self._steps_so_far()
         scheduler = getattr(scheduler, "scheduler", scheduler)  # Accelerate's scheduler has the scheduler inside
@@ -179,6 +197,14 @@ class Shared:
         The shuffle takes 8 bytes for each row. Blocks at the end of the last epoch until other processes have done
         their last batches. Raises InvalidArgumentError if others use another number of rows, size or seed, or if the
         scheme itself chooses batch sizes (use smb.train.WorkUnits).
+
+        ```python
+        with smb.torch.join(model, optimizer, "digits", scheme="localsgd", every=20) as shared:
+            for batch in shared.batches(len(images), 32, epochs=1):
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(model(images[batch]), labels[batch]).backward()
+                optimizer.step()
+        ```
         """
         self._check_open()
         return self._batches(self._units.open(self.worker, rows, size, epochs, seed), rows, seed, epochs)
@@ -199,6 +225,14 @@ class Shared:
         """Wait until the parameters have the values of the last exchange. Call it to look at them between two steps.
 
         Needed only with overlap=. Raises the errors of the exchange.
+
+        ```python
+        with smb.torch.join(model, optimizer, "digits", scheme="asp", overlap="forward") as shared:
+            nn.functional.cross_entropy(model(images), labels).backward()
+            optimizer.step()
+            shared.wait()
+            norm = model[0].weight.norm()
+        ```
         """
         self._check_open()
         if self._overlap is not None:
@@ -208,6 +242,11 @@ class Shared:
     def plan(self) -> ExchangePlan | None:
         """How exchanges are hidden behind the passes. None without overlap=, and until the first
         steps were measured.
+
+        ```python
+        with smb.torch.join(model, optimizer, "digits", scheme="asp", overlap="forward") as shared:
+            shared.plan  # None: no step was measured yet
+        ```
         """
         return None if self._overlap is None else self._overlap.plan
 
@@ -218,6 +257,12 @@ class Shared:
 
         Use it for a checkpoint, or for load_state_dict() of a model of this kind. Blocks for one read; raises smb's
         errors.
+
+        ```python
+        with smb.torch.join(model, optimizer, "digits", scheme="localsgd", every=20) as shared:
+            state = shared.state_dict()
+        model.load_state_dict(state)
+        ```
         """
         self._check_open()
         self._check.model()
@@ -234,6 +279,12 @@ class Shared:
         for others (local SGD). With DiLoCo they are lost and their number is logged; for the ranks of a mesh they are
         lost as well. The hook is removed from the optimizer. If the training was deleted, the model stays as it is. If
         the coordinator is away, a warning is logged. A second call does nothing.
+
+        ```python
+        shared = smb.torch.join(model, optimizer, "digits", scheme="localsgd", every=20)
+        optimizer.step()
+        shared.close()  # the model has the shared values
+        ```
         """
         if not self._open:
             return
@@ -267,6 +318,11 @@ class Shared:
     def abandon(self) -> None:
         """Leave the group at once, without waiting for anything or for other ranks of a mesh. The model
         stays as it is.
+
+        ```python
+        shared = smb.torch.join(model, optimizer, "digits", scheme="localsgd", every=20)
+        shared.abandon()  # the model stays as it is
+        ```
         """
         if not self._open:
             return

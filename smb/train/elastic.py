@@ -230,6 +230,11 @@ def nesterov_step(
     `values` and `velocity` are float32 (n,). The velocity starts as zeros and belongs to the worker. `gradient` gets
     the look-ahead point, in the memory of `values`, and returns the loss's gradient there, float32 (n,). Calls no
     server.
+
+    ```python
+    velocity = np.zeros_like(values)
+    smb.train.nesterov_step(values, velocity, gradient, learning_rate=0.1, momentum=0.9)
+    ```
     """
     velocity *= np.float32(momentum)
     values += velocity

@@ -567,6 +567,10 @@ def shared(client: Client, name: str, out: Values | None = None) -> Values:
 
     In schemes with rounds the model is that of one round. Blocks for a few calls. Raises NotFoundError,
     InvalidArgumentError.
+
+    ```python
+    smb.train.shared(client, "run").shape  # (1000,)
+    ```
     """
     group = view(client, name)
     values: Values = np.empty(group.weights.size, np.float32) if out is None else out
@@ -581,6 +585,10 @@ def delete(client: Client, name: str) -> None:
     workers raises NotFoundError ("training 'x' was deleted"), and their close() succeeds. Blocks for at most 30 s while
     a process is joining. Raises NotFoundError and TimeoutError. Raises LockLostError if this process was stopped for so
     long that another one may have made the training anew: call it again.
+
+    ```python
+    smb.train.delete(client, "run")
+    ```
     """
     if not leftovers(client, name):  # nothing exists, so no lock is made
         view(client, name)

@@ -38,6 +38,12 @@ class Guards:
     - `norm_factor`: limit of its norm, as a multiple of the median norm of this worker's last 31 accepted contributions
       (once 8 were accepted).
     - `staleness_max`: limit of its staleness, in the scheme's own unit.
+
+    ```python
+    guards = smb.train.Guards(norm_max=10.0)
+    worker = smb.train.join(client, "digits", values, smb.train.LocalSGD(every=50), guards=guards)
+    worker.close()
+    ```
     """
 
     norm_max: float | None = None

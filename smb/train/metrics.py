@@ -42,6 +42,13 @@ _OF_WORKER: tuple[tuple[str, Callable[[WorkerStatus], float]], ...] = (
 class Collector:
     """A Prometheus collector of one group's metrics, for REGISTRY.register. Their names begin with smb_training_; the
     labels are slot and host.
+
+    ```python
+    from prometheus_client import CollectorRegistry
+
+    registry = CollectorRegistry()
+    registry.register(smb.train.Collector(client, "run"))
+    ```
     """
 
     def __init__(self, client: Client, name: str) -> None:

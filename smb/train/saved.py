@@ -125,6 +125,11 @@ def load(client: Client, name: str, path: str | os.PathLike[str], **placement: A
     `placement` is servers=, stripe=, wire= and replicas= of Client.create; wire and replicas default to the saved
     training's. Raises AlreadyExistsError if there is a training of that name (smb.train.delete), InvalidArgumentError
     if the file is incomplete or not a saved training, OSError.
+
+    ```python
+    smb.train.save(client, "run", "run.smbtrain")
+    smb.train.load(client, "copy", "run.smbtrain")  # 0: the round
+    ```
     """
     groups.check_placement(f"load of {path}", placement)
     with os.fdopen(open_regular(path), "rb") as file:

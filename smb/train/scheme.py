@@ -208,7 +208,12 @@ def by_traits() -> list[tuple[str, type[Scheme]]]:
 
 
 def scheme_of(name: str, settings: dict[str, Json]) -> Scheme:
-    """Return the scheme of that name with these settings. Does not block. Raises InvalidArgumentError."""
+    """Return the scheme of that name with these settings. Does not block. Raises InvalidArgumentError.
+
+    ```python
+    smb.train.scheme_of("localsgd", {"every": 50}).interval()  # 50
+    ```
+    """
     if name not in SCHEMES:
         raise InvalidArgumentError(f"there is no scheme {name!r}; the schemes are {', '.join(sorted(SCHEMES))}")
     return SCHEMES[name].from_settings(settings)

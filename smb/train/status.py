@@ -55,6 +55,11 @@ def _taken(rows: t.Rows) -> list[int]:
 def status(client: Client, name: str) -> GroupStatus:
     """Return what is known of a training, without changing it. Raises NotFoundError, InvalidArgumentError
     (no group).
+
+    ```python
+    status = smb.train.status(client, "run")
+    status.scheme, status.size  # ('localsgd', 1000)
+    ```
     """
     # `smb train rm` asks before it deletes the rest of a deleted training.
     group = groups.view(client, name, deleted=True)

@@ -150,6 +150,12 @@ class WorkUnits:
 
         After the last unit of this worker, `worker` contributes its unsent steps and `at_end` is called before the unit
         counts as done. So a process that sees that all units are done also sees a model that contains all of them.
+
+        ```python
+        with smb.train.WorkUnits(client, "run/units", total=1000, unit=100, epochs=1) as units:
+            unit = units.take()
+            unit.epoch, unit.count  # (0, 100)
+        ```
         """
         member = self._here()
         # The previous unit stays in hand until the next one is, or the rest is contributed. Otherwise others might see
@@ -186,6 +192,12 @@ class WorkUnits:
 
         If a server is away it raises UnavailableError or TimeoutError; the unit is then handed out again like that of a
         worker that died.
+
+        ```python
+        units = smb.train.WorkUnits(client, "run/units", total=1000, unit=100, epochs=1)
+        unit = units.take()
+        units.close()  # the unit is handed out again
+        ```
         """
         member, self._member = self._member, None
         if member is None:
@@ -398,6 +410,11 @@ def delete_units(client: Client, name: str) -> None:
     """Delete the buffers of work units. Waits for a process that is creating them at this moment.
 
     Raises NotFoundError; TimeoutError and LockLostError as smb.train.delete.
+
+    ```python
+    smb.train.WorkUnits(client, "rows", total=1000, unit=100, epochs=1).close()
+    smb.train.delete_units(client, "rows")
+    ```
     """
     if not any(info.name == name for info in client.list()):
         raise NotFoundError(f"there are no work units {name!r}")

@@ -104,7 +104,14 @@ def take_part(
 
 
 class Worker:
-    """This process's membership in a training. Made by smb.train.join. Use it in one thread."""
+    """This process's membership in a training. Made by smb.train.join. Use it in one thread.
+
+    ```python
+    with smb.train.join(client, "run", values) as worker:
+        worker.step(samples=32)
+        worker.contributions  # 0: every=50, so the first exchange comes after 50 steps
+    ```
+    """
 
     def __init__(self, group: Group, parameters: Parameters) -> None:
         """The caller holds the group's setup lock: see take_part."""
@@ -160,6 +167,12 @@ class Worker:
     def on_exchange(self, listener: Callable[[ExchangeEvent], object]) -> None:
         """Call `listener` after each exchange of this worker, in the thread that steps. Each exchange then takes one
         more small read.
+
+        ```python
+        with smb.train.join(client, "run", values) as worker:
+            worker.on_exchange(lambda event: print(event.step, event.norm))
+            worker.step(samples=32)
+        ```
         """
         self._listeners.add(listener)
 
@@ -194,6 +207,12 @@ class Worker:
 
         A worker that was stopped for longer than its lease joins again by itself: its values are the shared model's,
         and what it had not sent is dropped, counted and logged.
+
+        ```python
+        with smb.train.join(client, "run", values) as worker:
+            values -= 0.1 * gradient(values)
+            worker.step(samples=32)
+        ```
         """
         self.steps.step(samples)
 
@@ -209,7 +228,14 @@ class Worker:
         return self.group.weights
 
     def flush(self) -> None:
-        """Finish exchanges in the background, and wait for them."""
+        """Finish exchanges in the background, and wait for them.
+
+        ```python
+        with smb.train.join(client, "run", values) as worker:
+            worker.step(samples=32)
+            worker.flush()
+        ```
+        """
         self.steps.flush()
 
     def contribute_rest(self) -> None:
@@ -217,12 +243,24 @@ class Worker:
         SGD.
 
         close() does it, too. Raises as step() does.
+
+        ```python
+        with smb.train.join(client, "run", values) as worker:
+            worker.step(samples=32)
+            worker.contribute_rest()
+            worker.contributions  # 1
+        ```
         """
         self.steps.contribute_rest()
 
     def shared(self, out: Values | None = None) -> Values:
         """Return the present shared model, float32 (n,), in `out` if given. In schemes with rounds it is the model of
         one round.
+
+        ```python
+        with smb.train.join(client, "run", values) as worker:
+            worker.shared().shape  # (1000,)
+        ```
         """
         self.membership.check_open()
         result: Values = np.empty(self.group.weights.size, np.float32) if out is None else out
@@ -235,6 +273,13 @@ class Worker:
         """Take no part while the block runs, so that nobody waits for this worker.
 
         Afterwards its values are the present shared model, and what it had not sent is lost.
+
+        ```python
+        with smb.train.join(client, "run", values) as worker:
+            worker.step(samples=32)
+            with worker.aside():
+                loss = train(batches)  # something slow, such as an evaluation
+        ```
         """
         self.steps.go()
         try:
@@ -249,11 +294,24 @@ class Worker:
         for no other worker. With load=True the values become the present shared model; if that fails, close() raises
         and the values stay as they are. If a daemon is away, a warning is logged; if it is a memory server, the others
         wait for this worker until its lease ends.
+
+        ```python
+        worker = smb.train.join(client, "run", values)
+        worker.step(samples=32)
+        worker.close(load=True)  # values is the shared model
+        ```
         """
         self.membership.close(load=load)
 
     def abandon(self) -> None:
-        """Leave at once. Local steps since the last exchange are lost. A second call does nothing."""
+        """Leave at once. Local steps since the last exchange are lost. A second call does nothing.
+
+        ```python
+        worker = smb.train.join(client, "run", values)
+        worker.step(samples=32)
+        worker.abandon()  # the step is lost
+        ```
+        """
         self.membership.abandon()
 
     def __enter__(self) -> Worker:
