@@ -62,7 +62,7 @@ endif
 CHECKER = $(if $(filter 1 3 5 7 9 b d f,$(shell git rev-parse HEAD 2>/dev/null | tail -c 2)),tsan,asan)
 
 # Tests of tools and of prose, and models of the protocols: not by every commit, but by `make long` (and `make model`).
-NIGHTLY := tests/unit/support tests/unit/perf tests/unit/docs/test_documentation.py tests/simulator \
+NIGHTLY := tests/unit/support tests/unit/perf tests/unit/docs/test_documentation.py tests/api/test_docstring_examples.py tests/simulator \
 	tests/engine/model/test_models.py tests/ops/test_netlab.py tests/ops/deploy/test_wheel.py
 
 # Two for each processor, since most tests wait for daemons, and at most eight. tests/conftest.py has the order of the files,

@@ -57,11 +57,30 @@ def names(client: smb.Client) -> dict[str, Any]:
     }  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def two_servers() -> Iterator[smb.LocalCluster]:
+    """A cluster for all examples."""
+    with smb.LocalCluster(servers=2, capacity="64MiB") as running:
+        yield running
+
+
+@pytest.fixture
+def empty(two_servers: smb.LocalCluster) -> Iterator[smb.LocalCluster]:
+    """The cluster without buffers."""
+    yield two_servers
+    with smb.connect(two_servers.address) as client:
+        for each in client.list():
+            client.delete(each.name, missing_ok=True)
+
+
 @pytest.mark.parametrize(("where", "code"), EXAMPLES, ids=[where for where, _ in EXAMPLES])
-def test_an_example_runs(where: str, code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each on a cluster of its own, with the names that it takes for granted."""
+def test_an_example_runs(
+    where: str, code: str, empty: smb.LocalCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each runs on an empty cluster, with the names that it takes for granted."""
     monkeypatch.chdir(tmp_path)
-    with smb.LocalCluster(servers=2, capacity="64MiB") as cluster, smb.connect(cluster.address) as client:
+    cluster = empty
+    with smb.connect(cluster.address) as client:
         monkeypatch.setenv("SMB_COORDINATOR", cluster.address)
         given = names(client)
         if where.startswith("train/"):
