@@ -177,7 +177,7 @@ def test_what_cannot_leave_is_named(client: smb.Client, cluster: smb.LocalCluste
     shown = run(cluster, "drain", "server-2", "--wait", fails=True)
     for name in ("one", "w", "m", "mapped"):
         assert f'stays: buffer "{name}"' in shown
-    assert "a view of it was taken, a rule with a state changes it" in shown
+    assert "a view of it was taken, a rule with state changes it" in shown
     assert "server-2 is not empty" in shown
     assert client.open("g").layout.segments[0].server != "server-2"
     weights.apply("momentum", gradient, momentum, lr=0.1, mu=0.9)  # its gradient has moved

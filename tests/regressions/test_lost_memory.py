@@ -62,7 +62,7 @@ def test_all_tools_say_of_lost_memory_that_it_is_lost(
         assert "alive" not in shown
         assert "published" not in shown
         shown = run("top", "--once")
-        assert 'Delete and create again: buffer "other", buffer "weights"' in shown
+        assert 'create them again: buffer "other", buffer "weights"' in shown
         for call in (
             lambda: client.open("weights").lock().acquire(),
             lambda: client.open("weights").version,
