@@ -13,10 +13,22 @@ ROOT = Path(__file__).parents[2]
 _BLOCK = re.compile(r"^```(\w+) ?([\w.]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
+def edited(script: str, diff: str) -> str:
+    """Return the script after the diff, whose hunks have no headers: a line "..." parts them."""
+    for hunk in re.split(r"^\.\.\.\n", diff, flags=re.MULTILINE):
+        lines = hunk.splitlines(keepends=True)
+        before = "".join(line[1:] for line in lines if not line.startswith("+"))
+        assert script.count(before) == 1, f"the script does not have these lines once:\n{before}"
+        script = script.replace(before, "".join(line[1:] for line in lines if not line.startswith("-")))
+    return script
+
+
 def follow(page: str, directory: Path) -> str:
-    """Run all commands of a page but its installation, in order, in one shell in `directory` that stops at the first
-    failure; return what they print. Free ports take the place of 7070 and 9470. A block of Python is saved under the
-    name that it has. No process outlives the call.
+    """Run all commands of a page but its installation, and return what they print.
+
+    They run in order, in one shell in `directory` that stops at the first failure, with free ports in place of 7070 and
+    9470. A block of Python is saved under the name that it has, and a diff changes the file of its name. No process
+    outlives the call.
     """
     with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
         ports = {"7070": str(one.getsockname()[1]), "9470": str(other.getsockname()[1])}
@@ -25,11 +37,13 @@ def follow(page: str, directory: Path) -> str:
     for language, tag, text in _BLOCK.findall((ROOT / "docs" / page).read_text()):
         if language == "python":
             (directory / tag).write_text(text)
-        elif tag != "install":
-            assert language == "sh"
+        elif language == "diff":
+            (directory / tag).write_text(edited((directory / tag).read_text(), text))
+        elif language == "sh" and tag != "install":
             script.append(re.sub("7070|9470", lambda found: ports[found[0]], text))
     environment = {key: value for key, value in os.environ.items() if not key.startswith("SMB_")}
-    environment |= {"SMB_OWNER_PID": str(os.getpid())}
+    # Without OMP_NUM_THREADS PyTorch's threads make small steps many times as expensive on a busy machine.
+    environment |= {"SMB_OWNER_PID": str(os.getpid()), "OMP_NUM_THREADS": "1"}
     environment |= {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONSAFEPATH": ""}
     run = subprocess.run(
         ["bash", "-e", "-c", "\n".join(script)],
@@ -41,4 +55,4 @@ def follow(page: str, directory: Path) -> str:
         start_new_session=True,
     )
     assert run.returncode == 0, run.stdout + run.stderr
-    return run.stdout
+    return run.stdout + run.stderr
