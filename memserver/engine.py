@@ -65,6 +65,7 @@ class FoundSegment:
     epoch: int  # of its last role, or the epoch in which it was made if it has no role
     whole: bool | None  # False: a copy that is being made, or was about to be; None: unknown
     role: int  # given to this run: 0 none, 1 primary, 2 backup
+    untouched: bool = False  # nothing was ever written to it
 
 
 @dataclass(frozen=True, slots=True)
@@ -574,7 +575,7 @@ def _shares(read: Callable[[Any, Any, int], int], server: Any) -> dict[int, Shar
 
 def _held(raw: Any) -> FoundSegment:
     whole = {lib.SMB_COPY_BEGUN: False, lib.SMB_COPY_WHOLE: True}.get(raw.copy)
-    return FoundSegment(int(raw.id), int(raw.file_bytes), int(raw.epoch), whole, int(raw.role))
+    return FoundSegment(int(raw.id), int(raw.file_bytes), int(raw.epoch), whole, int(raw.role), bool(raw.untouched))
 
 
 def _check(status: int, what: str) -> None:

@@ -125,6 +125,8 @@ class Segments:
                 return
             if held is not None and (why := self._why_not(segment_id, ground, epoch)):
                 _log.warning("segment %016x is kept: %s", segment_id, why)
+                if ground is Ground.NEVER_MADE:  # the next registration must not count it as deleted
+                    self.quarantine([segment_id])
                 return
             if ground is not Ground.FORGOTTEN:  # a forgotten segment may get a copy here again
                 self._dropped[segment_id] = max(epoch, self._dropped.pop(segment_id, 0))

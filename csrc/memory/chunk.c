@@ -130,6 +130,15 @@ bool smb_segment_changing(const struct smb_segment *segment, uint64_t offset)
            1;
 }
 
+bool smb_segment_untouched(const struct smb_segment *segment)
+{
+    uint64_t count = format_chunk_count(segment->data_bytes, segment->chunk_bytes);
+    for (uint64_t i = 0; i < count; i++)
+        if (atomic_load_explicit(&segment->chunks[i].sequence, memory_order_acquire) != 0)
+            return false;
+    return true;
+}
+
 uint64_t smb_segment_clear_marks(struct smb_segment *segment)
 {
     uint64_t cleared = 0;

@@ -40,6 +40,9 @@ void smb_segment_unlock(struct smb_segment *segment, uint64_t offset);
 void smb_segment_change_begin(struct smb_segment *segment, uint64_t offset);
 void smb_segment_change_end(struct smb_segment *segment, uint64_t offset);
 
+/* Whether no chunk has ever changed. Reads up to a cache line of each chunk. */
+bool smb_segment_untouched(const struct smb_segment *segment);
+
 /* Sets the chunk's mark, under its lock. */
 void smb_segment_mark(struct smb_segment *segment, uint64_t offset, uint32_t mark);
 uint32_t smb_segment_marked(const struct smb_segment *segment, uint64_t offset);

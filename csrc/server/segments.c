@@ -104,6 +104,7 @@ static struct smb_held held_of(const struct smb_segment *segment)
         .id = info.id,
         .file_bytes = info.file_bytes,
         .role = replica ? replica_role(replica) : SMB_REPLICA_NONE,
+        .untouched = smb_segment_untouched(segment),
     };
     held.copy = smb_segment_copy(segment, &held.epoch);
     return held;

@@ -204,6 +204,7 @@ struct smb_held {
     uint32_t epoch;
     uint32_t copy; /* enum smb_copy */
     int role;      /* enum smb_replica_role, as given in this run */
+    int untouched; /* 1: nothing was ever written to it */
 };
 /* Describes at most `most` segments; returns how many the server has. */
 uint64_t smb_server_held(struct smb_server *server, struct smb_held *held, uint64_t most);

@@ -93,16 +93,17 @@ class CommitLog:
         quotas: Mapping[str, Quota] | None = None,
         clock: Callable[[], Instant] = read_clocks,
     ) -> CommitLog:
-        """Read the store and roll back unfinished creations. `incarnation` is a random id of this run.
+        """Read the store and roll back unfinished mirrors. `incarnation` is a random id of this run.
 
         Raises StoreError for records that cannot be read.
         """
         texts = await store.load()
-        restarted = Restarted(incarnation, store.changes_max, store.may_lack_its_end)
+        restarted = Restarted(incarnation, store.changes_max)
         commit_log = CommitLog(store, _read(texts, session_lease_s, stripe_bytes, quotas or {}), clock)
-        while any(not record.ready for record in (await commit_log.commit(restarted)).state.buffers.values()):
-            pass
-        return commit_log
+        while True:
+            buffers = (await commit_log.commit(restarted)).state.buffers.values()
+            if not any(record.mirror_of and not record.ready for record in buffers):
+                return commit_log
 
     def now(self) -> Instant:
         """Return this moment, on the commit log's clocks."""

@@ -31,14 +31,13 @@ class CopyProgress:
 
 @dataclass(frozen=True, slots=True)
 class Restarted:
-    """The records were just loaded: pending creations are rolled back, and servers and sessions get one lease in which
-    to report. `incarnation` is a random number, not 0, for this run. `changes_max` bounds how many creations are rolled
-    back, so the event is repeated until none is left. `lacks_end`: the last changes before the stop may be missing.
+    """The records were just loaded: servers and sessions get one lease in which to report, and pending mirrors are
+    rolled back. `incarnation` is a random number, not 0, for this run. `changes_max` bounds how many mirrors are rolled
+    back, so the event is repeated until none is left.
     """
 
     incarnation: int
     changes_max: int | None = None
-    lacks_end: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +108,8 @@ class ServerReturned:
 @dataclass(frozen=True, slots=True)
 class UnexplainedJudged:
     """Other servers may have been heard of: segments that servers hold beside the records are taken up, dropped, or
-    kept. `making`: (server, segment) being made now, for copies that have not begun. Repeated like ServerReturned.
+    kept, and interrupted creations end. `making`: (server, segment) being made now, for copies that have not begun.
+    Repeated like ServerReturned.
     """
 
     making: frozenset[tuple[str, int]] = frozenset()

@@ -184,7 +184,7 @@ async def _judge(commit_log: CommitLog, roles: RoleChanges, copy_maker: CopyMake
     while True:
         await asyncio.sleep(TICK_S)
         unexplained = commit_log.state.unexplained.values()
-        if not any(unexplained):
+        if not any(unexplained) and not commit_log.state.interrupted:
             continue
         try:
             silent = await roles.look_at_holders({number for held in unexplained for number in held})

@@ -20,7 +20,7 @@ from smb.rpc import control_pb2 as pb
 
 _NUMBERS: dict[Kind, pb.Kind] = {Kind.BUFFER: pb.BUFFER, Kind.LOCK: pb.LOCK, Kind.BARRIER: pb.BARRIER}
 _KINDS: dict[int, Kind] = {number: kind for kind, number in _NUMBERS.items()}
-_WHOLE, _PRIMARY, _BACKUP, _QUARANTINED, _UNKNOWN = 1, 2, 4, 8, 16  # flags of HeldSegment
+_WHOLE, _PRIMARY, _BACKUP, _QUARANTINED, _UNKNOWN, _UNTOUCHED = 1, 2, 4, 8, 16, 32  # flags of HeldSegment
 QUARANTINED_SHOWN_MAX = 4096
 
 
@@ -106,6 +106,7 @@ def _held(epoch: int, flags: int, nbytes: int) -> Held:
         primary=bool(flags & _PRIMARY),
         backup=bool(flags & _BACKUP),
         quarantined=bool(flags & _QUARANTINED),
+        untouched=bool(flags & _UNTOUCHED),
         nbytes=nbytes,
     )
 

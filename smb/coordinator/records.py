@@ -200,6 +200,7 @@ class Held:
     primary: bool = False  # this run of the server is the segment's primary
     backup: bool = False
     quarantined: bool = False
+    untouched: bool = False  # nothing was ever written to it
     nbytes: int = 0
 
 

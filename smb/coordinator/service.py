@@ -504,6 +504,7 @@ class CoordinatorService(CoordinatorServicer):
                     return self._opened(request, renamed)
         record = await self._opens_wait(kind, request.name, timeout_s)
         if record is None:
+            self._commit_log.state.check_known(kind, request.name, request.id)
             lacks = f"appeared within {timeout_s:g} s" if timeout_s else "exists"
             advice = "`smb ls` lists the names; a timeout waits for a buffer that another process creates"
             if kind is not Kind.BUFFER:

@@ -22,7 +22,7 @@ from smb.coordinator.lineage import Lineage
 from smb.coordinator.placement import Pool
 from smb.coordinator.records import BufferRecord, Held, Kind, SegmentRecord, ServerRecord, SessionRecord, key_of
 from smb.coordinator.replicas import Copy, copies_on
-from smb.errors import NotFoundError
+from smb.errors import NotFoundError, UnavailableError
 from smb.published import LOG
 
 SERVER_LEASE_S = 6.0  # renewed at each third of it, so two renewals may get lost
@@ -43,6 +43,16 @@ class Allocation:
 
     nbytes: int = 0
     segments: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Interrupted:
+    """What is known of a creation that an earlier run of the coordinator began: see steps/interrupted.py."""
+
+    runs: Mapping[str, int]  # the instance id of each of its servers then
+    # By server that has registered in this term, of those that should have a part or have one: which it has, whole.
+    held: Mapping[str, frozenset[int]] = field(default_factory=dict)
+    used: bool = False  # some client has written to one of these segments
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +80,7 @@ class State:
     # Attempts whose buffers were deleted last. A client that repeats such a creation because its answer was lost must
     # not make another buffer. Not stored: the answer would have to stay lost over creation, deletion and a new leader.
     deleted_attempts: tuple[int, ...] = ()
+    interrupted: Mapping[int, Interrupted] = field(default_factory=dict)  # by id of the buffer, which is not ready
     # Progress of copies, by the server that makes them, from its last report.
     progress: Mapping[str, Mapping[int, CopyProgress]] = field(default_factory=dict)
     lineage: Lineage = field(default_factory=Lineage)
@@ -152,6 +163,22 @@ class State:
         record = self.buffers.get(key_of(kind, name))
         # A buffer's name is looked up unchecked: a name with a colon in it must not find a lock.
         return record if record is not None and record.ready and record.kind is kind else None
+
+    def check_known(self, kind: Kind, name: str, known_id: int = 0) -> None:
+        """Raise UnavailableError if a buffer of that name (and id, unless that is 0) may have been made, and its
+        servers have not said so yet.
+        """
+        record = self.buffers.get(key_of(kind, name))
+        if record is None or record.kind is not kind or record.id not in self.interrupted:
+            return
+        if known_id not in (0, record.id):
+            return
+        unheard = sorted({copy.server for copy in record.copies} - self.interrupted[record.id].held.keys())
+        raise UnavailableError(
+            f"{record.title}: the coordinator was stopped within its creation, or its records are older. It waits "
+            f"until {' and '.join(unheard) or 'every server'} has said what it holds; try again, or delete the buffer "
+            f"(smb rm)"
+        )
 
     def find_id(self, buffer_id: int) -> BufferRecord | None:
         """Return the ready buffer with that id, whatever its current name is."""
@@ -244,10 +271,11 @@ def load(
 
 
 def find_ready(state: State, name: str, known_id: int = 0) -> BufferRecord:
-    """Return the ready buffer of that name, which must have the id `known_id` if that is not 0. Raises
-    NotFoundError."""
+    """Return the ready buffer of that name, which must have the id `known_id` if that is not 0. Raises NotFoundError,
+    and UnavailableError as `check_known` does."""
     record = state.find(Kind.BUFFER, name)
     if record is None:
+        state.check_known(Kind.BUFFER, name, known_id)
         raise NotFoundError(f'no buffer "{name}" exists; `smb ls` lists the names')
     if known_id not in (0, record.id):
         raise NotFoundError(
@@ -269,8 +297,10 @@ def remove(state: State, record: BufferRecord) -> State:
 
 
 def delete(state: State, record: BufferRecord) -> State:
-    """Return the state without a ready buffer, and without its segments in `unexplained`."""
+    """Return the state without a buffer, and without its segments in `unexplained`."""
     state = end_copies_beside(remove(state, record), record)
+    if record.id in state.interrupted:
+        state = replace(state, interrupted=without(state.interrupted, record.id))
     if not record.attempt_id:
         return state
     attempts = (*state.deleted_attempts, record.attempt_id)[-limits.DELETED_ATTEMPTS_MAX :]

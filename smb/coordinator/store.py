@@ -3,7 +3,7 @@
 The interface is one that a key-value service offers too, and is asynchronous for that reason. SQLite answers in place,
 within microseconds, because it writes to the kernel's cache only, which survives kill -9 of the coordinator. It does
 not wait for the disk, which takes milliseconds, so a power failure of this host loses the last changes, in their
-order. The store notices that the host was restarted since, and reports that its end may be missing.
+order. The coordinator treats such a store as one that was restored from a backup (steps/interrupted.py, lineage.py).
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from contextlib import closing, suppress
 from pathlib import Path
 from typing import Protocol
 
-from smb.config.boot import boot_id
 from smb.daemon.failpoint import failpoint
 from smb.daemon.own_files import keep_to_ourselves, take_directory
 from smb.errors import Error, InvalidArgumentError, OutOfMemoryError, UnavailableError
@@ -32,7 +31,6 @@ _BESIDE = ("-wal", "-shm", "-journal")  # suffixes of SQLite's other files
 _NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 SCHEMA_VERSION = 1
 SEQUENCE = "lineage/sequence"  # the key of the last change's number, which is part of most changes
-BOOT = "boot"  # the key of the boot id of the host at the last change
 MIGRATION = "migration"  # the key of a note that these records must not be served: they were moved, or are incomplete
 
 _log = logging.getLogger("coordinator")
@@ -56,10 +54,6 @@ class Store(Protocol):
     @property
     def changes_max(self) -> int | None:
         """How many texts one change may have; None: unlimited."""
-
-    @property
-    def may_lack_its_end(self) -> bool:
-        """Whether the last changes may be missing from the loaded records, although they were acknowledged."""
 
     async def load(self) -> dict[str, str]:
         """Return all texts by key."""
@@ -113,9 +107,6 @@ class SqliteStore:
             raise StoreError(f"cannot make {self._path}: {error}") from None
         try:
             self._prepare()
-            self._boot = boot_id()
-            self._boot_written = ""  # until it is loaded
-            self.may_lack_its_end = False
             self._file = self._found()
             reserved = self._has_reserve()
         except BaseException:
@@ -130,15 +121,12 @@ class SqliteStore:
         """Return all texts by key. Raises StoreError if the file is damaged."""
         try:
             with closing(self._connection.execute("SELECT key, text FROM records")) as rows:
-                found = dict(rows.fetchall())
+                return dict(rows.fetchall())
         except sqlite3.Error as error:
             raise StoreError(
                 f"cannot read {self._path}: {error}; restore it from a backup, or see what can be read with: "
                 f"sqlite3 {self._path} .recover"
             ) from error
-        self._boot_written = found.pop(BOOT, "")
-        self.may_lack_its_end = self._boot_written not in ("", self._boot)
-        return found
 
     async def change(self, changes: Mapping[str, str | None], *, urgent: bool = False) -> None:
         self._check_there()
@@ -210,8 +198,6 @@ class SqliteStore:
 
     def _write(self, changes: Mapping[str, str | None]) -> None:
         put = [(key, text) for key, text in changes.items() if text is not None]
-        if self._boot_written != self._boot:  # stored with the first change: until then the end may still be missing
-            put.append((BOOT, self._boot))
         take = [(key,) for key, text in changes.items() if text is None]
         self._connection.execute("BEGIN IMMEDIATE")
         try:
@@ -220,7 +206,6 @@ class SqliteStore:
             failpoint("coordinator.store.written")
             self._connection.execute("COMMIT")
             failpoint("coordinator.store.committed")
-            self._boot_written = self._boot
         except sqlite3.Error:
             if self._connection.in_transaction:
                 self._connection.execute("ROLLBACK")

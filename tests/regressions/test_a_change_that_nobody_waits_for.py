@@ -18,7 +18,6 @@ class Store:
     """A store that waits, then fails, once it is told to."""
 
     changes_max = None
-    may_lack_its_end = False
 
     def __init__(self) -> None:
         self.asked, self.goes_on = asyncio.Event(), asyncio.Event()

@@ -11,7 +11,7 @@ import pytest
 
 import smb
 from smb.coordinator import limits
-from smb.coordinator.events import BufferDeleted, BufferFailed, MakeSegments, Restarted
+from smb.coordinator.events import BufferDeleted, BufferFailed, MakeSegments, Restarted, UnexplainedJudged
 from smb.errors import NotFoundError, OutOfMemoryError
 from smb.rpc import control_pb2 as pb
 from smb.rpc.control_pb2_grpc import CoordinatorServicer, CoordinatorStub
@@ -107,12 +107,13 @@ def decisions() -> Cluster:
 
 def test_what_was_not_made_is_made(decisions: Cluster) -> None:
     """Of a creation that failed, or that a stop of the coordinator cut off, nothing is left: it begins anew."""
-    for ended in (lambda: BufferFailed("w"), lambda: Restarted(1)):
+    for stopped in (False, True):
         decisions.want(attempt_id=ATTEMPT)
         assert decisions.want(attempt_id=ATTEMPT) == ()  # it is under way
-        decisions.do(ended())
-        assert decisions.state.buffers == {}
+        decisions.do(Restarted(1) if stopped else BufferFailed("w"))
         decisions.register("a")
+        decisions.do(UnexplainedJudged())
+        assert decisions.state.buffers == {}
     decisions.want(attempt_id=ATTEMPT)
     assert decisions.only(MakeSegments).record.name == "w"
     with pytest.raises(OutOfMemoryError):

@@ -49,7 +49,6 @@ class BrokenStore:
     """Keeps texts, unless it is told to fail."""
 
     changes_max: int | None = None
-    may_lack_its_end = False
 
     def __init__(self) -> None:
         self.texts: dict[str, str] = {}

@@ -199,7 +199,9 @@ class Engine:
 
     def _held(self, number: int, memory: Memory) -> FoundSegment:
         bundle = self._bundle(memory)
-        return FoundSegment(number, memory.file_bytes, memory.epoch, memory.whole, bundle.role if bundle else NONE)
+        return FoundSegment(
+            number, memory.file_bytes, memory.epoch, memory.whole, bundle.role if bundle else NONE, not memory.cells
+        )
 
     def _memory(self, segment_id: int) -> Memory:
         memory = self._host.segments.get(segment_id)

@@ -6,7 +6,7 @@ A plant is a generator of (object, attribute, what to put there); README.md says
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -19,11 +19,12 @@ from smb.coordinator.copy_maker import CopyMaker
 from smb.coordinator.drop_rules import ground_to_drop
 from smb.coordinator.events import BufferMade, Instant, MoveAllowed, ServerCounted, ServerRegistered
 from smb.coordinator.memserver_client import RunLiveness
+from smb.coordinator.records import BufferRecord
 from smb.coordinator.role_changes import RoleChanges
 from smb.coordinator.segment_maker import SegmentMaker
 from smb.coordinator.service import CoordinatorService
-from smb.coordinator.state import State, Step
-from smb.coordinator.steps import copies, creation, names, servers, unexplained
+from smb.coordinator.state import State, Step, remove
+from smb.coordinator.steps import copies, creation, names, servers, ticks, unexplained
 from smb.errors import NotFoundError
 from tests.simulator.engine import Engine
 
@@ -223,6 +224,18 @@ def member_of_no_record() -> Replaced:
         return list(bundle.members)
 
     yield Engine, "_with_role", all_members
+
+
+@plant
+def half_made_by_the_records() -> Replaced:
+    """A buffer is taken back if the records show it as half made, though they may be older than its servers."""
+
+    def take_back(state: State, pending: Iterable[BufferRecord]) -> State:
+        for record in pending:
+            state = remove(state, record)
+        return state
+
+    yield ticks, "interrupted", take_back
 
 
 @plant

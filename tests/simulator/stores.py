@@ -36,7 +36,6 @@ class Directory:
         self.full = False
         self._reserve = RESERVED_CHANGES
         self.count = 0  # of changes
-        self.may_lack_its_end = False
 
     async def load(self) -> dict[str, str]:
         """As Store."""
@@ -51,7 +50,6 @@ class Directory:
         else:
             self._reserve -= 1
         self.count += 1
-        self.may_lack_its_end = False
         _apply(self.texts, changes)
         self._since.append((self._now(), dict(changes)))
         if len(self._since) >= SYNCED_EVERY:
@@ -80,7 +78,6 @@ class Directory:
     def restore(self, backup: Any) -> None:
         """Put a backup in its place."""
         self.texts = dict(backup)
-        self.may_lack_its_end = False
         self.flush()
 
     def flush(self) -> None:
@@ -95,7 +92,6 @@ class Directory:
         for _, changes in self._since[:kept]:
             _apply(texts, changes)
         self.restore(texts)
-        self.may_lack_its_end = True
         return since
 
 

@@ -48,7 +48,6 @@ class EtcdStore:
     """The records, for as long as this coordinator leads."""
 
     changes_max = RECORDS_MAX
-    may_lack_its_end = False  # etcd answers after a majority has the change on disk
 
     def __init__(self, etcd: Etcd, location: EtcdLocation, lead: Lead) -> None:
         self._etcd = etcd

@@ -30,13 +30,18 @@ from smb.security.roles import namespace_of
 
 def buffer_deleted(state: State, event: BufferDeleted, _: Instant) -> Step:
     """Drop a buffer with its mirrors."""
-    try:
-        record = find_ready(state, event.name, event.id)
-    except NotFoundError as error:
-        if event.missing_ok:
-            return state, ()
-        raise NotFoundError(f"delete: {error}") from None
     effects: list[Effect] = []
+    there = state.buffers.get(event.name)
+    if there is not None and there.id in state.interrupted and event.id in (0, there.id):
+        record = there  # its deletion does not depend on whether it was made
+        effects.append(WakeOpeners(record.key))
+    else:
+        try:
+            record = find_ready(state, event.name, event.id)
+        except NotFoundError as error:
+            if event.missing_ok:
+                return state, ()
+            raise NotFoundError(f"delete: {error}") from None
     for each in (record, *state.mirrors(record)):
         beside = state.buffers.get(each.name + ARRIVED) if each.mirror_of else None
         for gone in (each, *([beside] if beside is not None and beside.ready else [])):

@@ -28,6 +28,7 @@ from smb.coordinator.events import (
 from smb.coordinator.records import Held, ServerRecord
 from smb.coordinator.state import State, Step, without
 from smb.coordinator.steps.copies import not_those_copies
+from smb.coordinator.steps.interrupted import heard_from
 from smb.coordinator.validate import check_address, check_server_name, check_zone
 from smb.drop_reasons import Ground
 from smb.errors import Error, InvalidArgumentError, NotFoundError, OutOfMemoryError
@@ -72,6 +73,7 @@ def server_registered(state: State, event: ServerRegistered, now: Instant) -> St
     answer, unexplained = _judged(state, event, here, where, now)
     state = replace(state, unexplained={**state.unexplained, server.name: unexplained})
     lost = sorted({here[segment_id] for segment_id in missing & state.lost_segments(now)})
+    state = heard_from(state, event)
     effects: list[Effect] = [answer]
     # After a change of leader all servers come back, and each changed record would be a write. Whether a server holds
     # something is stored, because a server that does is not forgotten while it is away.

@@ -13,37 +13,30 @@ from smb.coordinator.events import (
     Instant,
     Report,
     Restarted,
-    SaveBuffer,
     SaveLineage,
     Ticked,
 )
 from smb.coordinator.replicas import fail_over
 from smb.coordinator.state import State, Step, remove, without
 from smb.coordinator.steps.copies import judge_copies
+from smb.coordinator.steps.interrupted import interrupted
 from smb.coordinator.steps.servers import forgettable
 from smb.coordinator.steps.sessions import end_sessions
 
 
 def restarted(state: State, event: Restarted, now: Instant) -> Step:
-    """Roll back pending buffers, and let all leases run anew.
-
-    If the end of the records is missing, a pending buffer may only look pending because the records end there. Its
-    creation was probably answered, and clients have written to it since, so it counts as made. Segments that were not
-    made are then listed as lost. A pending mirror is rolled back, as it has nothing that its source lacks.
+    """Take note of the creations that were interrupted, and let all leases run anew. A pending mirror is rolled back,
+    as it has nothing that its source lacks.
     """
     effects: list[Effect] = []
-    for record in [record for record in state.buffers.values() if not record.ready][: event.changes_max]:
-        if event.lacks_end and not record.mirror_of:
-            made = replace(record, ready=True)
-            state = replace(state, buffers={**state.buffers, made.key: made})
-            text = f"{record.title} counts as made: the records end within its creation, of an earlier boot of the host"
-            effects += [SaveBuffer(made), Report(logging.WARNING, text)]
-            continue
-        state = remove(state, record)
+    pending = [record for record in state.buffers.values() if not record.ready]
+    for mirror in [record for record in pending if record.mirror_of][: event.changes_max]:
+        state = remove(state, mirror)
         effects += [
-            EraseBuffer(record.key),
-            Report(logging.WARNING, f"took back {record.title}: half made at the stop"),
+            EraseBuffer(mirror.key),
+            Report(logging.WARNING, f"took back {mirror.title}: half made at the stop"),
         ]
+    state = interrupted(state, [record for record in pending if not record.mirror_of])
     lineage = state.lineage.begun(event.incarnation)
     if lineage is not state.lineage:
         effects.append(SaveLineage(lineage.terms_json()))

@@ -25,6 +25,7 @@ from smb.coordinator.events import (
 from smb.coordinator.records import BufferRecord, Held, SegmentRecord
 from smb.coordinator.state import SERVER_LEASE_S, State, Step, add, remove, without
 from smb.coordinator.steps.copies import CHANGED_BYTES_MAX
+from smb.coordinator.steps.interrupted import interrupted_judged
 from smb.drop_reasons import Ground
 from smb.errors import NotFoundError, UnavailableError
 
@@ -33,10 +34,12 @@ def unexplained_judged(state: State, event: UnexplainedJudged, now: Instant) -> 
     """Take up segments that are newer than the records; drop those of which another server has a copy.
 
     Nothing is taken up in the first lease of a term, or while some server has not been heard of: that server may have a
-    later copy, of which the records may not even know.
+    later copy, of which the records may not even know. If creations end (interrupted.py), the rest waits for the next
+    judgement.
     """
-    if not any(state.unexplained.values()):
-        return state, ()
+    state, ended = interrupted_judged(state, event.changes_max, now)
+    if ended or not any(state.unexplained.values()):
+        return state, ended
     effects: list[Effect] = []
     if now.monotonic >= state.began + SERVER_LEASE_S and state.every_server_was_heard(now):
         state, taken_up = _take_up(state, event.changes_max, now)

@@ -578,6 +578,25 @@ static void deleted_for_all(void)
     smb_segment_release(opened);
 }
 
+/* Until something is written to any chunk, whoever writes, and also after the file is opened again. */
+static void what_was_never_written_to(void)
+{
+    struct smb_segment *segment = make("a", SMB_UINT8), *other;
+    CHECK_EQ(smb_segment_open(scratch_path("a"), &other), SMB_OK);
+    uint8_t byte = 1;
+    CHECK_EQ(apply(other, SMB_READ, CHUNK, 1, NULL, &byte), SMB_OK);
+    CHECK_EQ(smb_segment_lock(other, CHUNK, SMB_TRY), SMB_OK);
+    smb_segment_unlock(other, CHUNK);
+    CHECK(smb_segment_untouched(segment));
+    CHECK_EQ(apply(other, SMB_WRITE, CHUNK, 1, &byte, NULL), SMB_OK);
+    CHECK(!smb_segment_untouched(segment));
+    smb_segment_release(other);
+    CHECK_EQ(smb_segment_open(scratch_path("a"), &other), SMB_OK);
+    CHECK(!smb_segment_untouched(other));
+    smb_segment_release(segment);
+    smb_segment_release(other);
+}
+
 /* A held lock makes a try busy and a wait time out, and is free again for the next. */
 static void lock_waits_are_bounded(void)
 {
@@ -700,6 +719,8 @@ int main(void)
         TEST(words),
         TEST(fill_and_fetch),
         TEST(deleted_for_all),
+        TEST(what_was_never_written_to),
+        TEST(what_was_never_written_to),
         TEST(lock_waits_are_bounded),
     };
     return RUN_TESTS(tests);

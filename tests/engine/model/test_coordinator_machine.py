@@ -133,8 +133,9 @@ class CoordinatorMachine(RuleBasedStateMachine):
         before = last.ended_sessions.incarnation
         self.do(Restarted(next(self.incarnations)))
         assert self.state.ended_sessions.incarnation != before, "numbers of before would be taken for ours"
-        assert all(record.ready for record in self.state.buffers.values())
-        assert all(record.ready for record in self.buffers.values())
+        interrupted = {record.id for record in self.buffers.values() if not record.ready}
+        assert self.state.interrupted.keys() == interrupted
+        assert not interrupted & {record.id for record in self.state.listed()}, "seen before a server was heard"
         # Of what was made and deleted before the stop nothing is known.
         there = {record.attempt_id for record in self.buffers.values()}
         self.asked = [asked for asked in self.asked if asked.attempt_id in there or not self.made[asked.attempt_id]]

@@ -29,6 +29,7 @@ from smb.coordinator.events import (
     ServerDied,
     ServerRenewed,
     Ticked,
+    UnexplainedJudged,
 )
 from smb.coordinator.health import Health
 from smb.coordinator.leader import _tick
@@ -177,6 +178,9 @@ def test_more_creations_under_way_than_etcd_takes_back_at_once() -> None:
             await log.commit(BufferWanted(Creation(f"w{number}", (8,), "float32"), new_id))
         await lead.close()
         log, _ = await opened(etcd)
+        await register(log, "a")
+        while log.state.interrupted:
+            await log.commit(UnexplainedJudged(changes_max=CHANGES_MAX // 4))
         assert not log.state.buffers
         assert not any("buffer" in key for key in await read_records(cast(Any, etcd), PLACE))
 

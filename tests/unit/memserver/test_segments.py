@@ -20,6 +20,7 @@ from smb import errors
 from smb.daemon.host_memory import file_system_of
 from smb.drop_reasons import Ground
 from smb.errors import AlreadyExistsError
+from tests.support.raw import Frame, Opcode, RawClient, Status
 
 MIB = 1 << 20
 FORM = SegmentForm(id=0xABC, epoch=1, dtype=2, nbytes=MIB, chunk_bytes=256 << 10)
@@ -262,6 +263,23 @@ def test_quarantine_outlives_the_daemon(tmp_path: Path, leaving: ExitStack) -> N
     again.drop(FORM.id, FOR_GOOD, Ground.FORGOTTEN)
     assert (again.ids(), list(tmp_path.glob("*.quarantined"))) == ([], [])
     again.create(replace(FORM, epoch=7), anew=True)  # it may get a copy again
+
+
+def test_what_clients_have_written_to_was_made(tmp_path: Path, leaving: ExitStack) -> None:
+    """Whatever a coordinator with old records says: the segment is kept, in quarantine. An untouched one goes."""
+    run = Run(tmp_path, leaving)
+    run.segments.create(FORM)
+    assert [held.untouched for held, _ in run.segments.inventory().values()] == [True]
+    run.segments.drop(FORM.id, FOR_GOOD, Ground.NEVER_MADE)
+    assert run.segments.ids() == []
+    used = replace(FORM, id=FORM.id + 1)
+    run.segments.create(used)
+    with RawClient(run.engine.listen_tcp("127.0.0.1", 0)) as client:
+        write = Frame(Opcode.WRITE, dtype=used.dtype, segment=used.id, epoch=used.epoch, length=8)
+        reply, _ = client.hello().ask(write, bytes(8))
+        assert reply.status == Status.OK
+    run.segments.drop(used.id, FOR_GOOD, Ground.NEVER_MADE)
+    assert [(held.untouched, quarantined) for held, quarantined in run.segments.inventory().values()] == [(False, True)]
 
 
 def test_a_later_copy_is_not_superseded_by_an_earlier_one(tmp_path: Path, leaving: ExitStack) -> None:

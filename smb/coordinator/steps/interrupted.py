@@ -1,0 +1,119 @@
+"""Creations that an earlier run of the coordinator began, and of which the records do not show the end.
+
+Either that run stopped within the creation, or the records are older than its last ones: a backup was restored, or a
+power failure took their end. In the second case clients may have used the buffer since. Its servers know more. The
+buffer counts as made if each of its segments is somewhere, whole. It is taken back if a segment is nowhere, and nothing
+was ever written to the others: what is dropped then has nothing that a client was told of. If a segment is nowhere and
+others were used, the buffer counts as made, and that segment as lost. While a server that may have a segment has not
+been heard of, nothing is decided, and clients do not see the buffer. Pure.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import partial
+
+from smb.coordinator.drop_rules import dropped
+from smb.coordinator.events import Effect, EraseBuffer, Instant, Report, SaveBuffer, ServerRegistered, WakeOpeners
+from smb.coordinator.records import BufferRecord
+from smb.coordinator.replicas import come_back
+from smb.coordinator.state import Interrupted, State, Step, end_copies_beside, remove, without
+from smb.coordinator.steps.copies import judge_copies
+from smb.drop_reasons import Ground
+
+
+def interrupted(state: State, pending: Iterable[BufferRecord]) -> State:
+    """Return the state in which these creations wait for what servers say."""
+    known = {
+        record.id: Interrupted(
+            {
+                copy.server: state.servers[copy.server].instance_id
+                for copy in record.copies
+                if copy.server in state.servers
+            }
+        )
+        for record in pending
+        if record.id not in state.interrupted
+    }
+    return replace(state, interrupted={**state.interrupted, **known})
+
+
+def heard_from(state: State, event: ServerRegistered) -> State:
+    """Return the state with what the server says about the segments of interrupted creations."""
+    waiting = dict(state.interrupted)
+    for record in _records(state):
+        known = waiting[record.id]
+        here = {each.id: event.held[each.id] for each in record.segments if each.id in event.held}
+        if not here and event.server.name not in known.runs:
+            continue
+        whole = frozenset(number for number, each in here.items() if not each.begun)
+        waiting[record.id] = replace(
+            known,
+            held={**known.held, event.server.name: whole},
+            used=known.used or not all(each.untouched for each in here.values()),
+        )
+    return replace(state, interrupted=waiting) if waiting else state
+
+
+def interrupted_judged(state: State, changes_max: int | None, now: Instant) -> Step:
+    """Decide what can be decided, for at most `changes_max` buffers."""
+    if not state.interrupted or not state.every_server_was_heard(now):
+        return state, ()
+    effects: list[Effect] = []
+    for record in _records(state)[:changes_max]:
+        known = state.interrupted[record.id]
+        somewhere = frozenset().union(*known.held.values())
+        nowhere = [segment for segment in record.segments if segment.id not in somewhere]
+        if any({each.server, each.backup} - {""} - known.held.keys() for each in nowhere):
+            continue
+        state, ended = _taken_back(state, record) if nowhere and not known.used else _made(state, record, known, now)
+        effects += ended
+    return state, tuple(effects)
+
+
+def _records(state: State) -> list[BufferRecord]:
+    return [record for record in state.buffers.values() if record.id in state.interrupted] if state.interrupted else []
+
+
+def _taken_back(state: State, record: BufferRecord) -> Step:
+    effects = (
+        EraseBuffer(record.key),
+        dropped(record.copies, Ground.NEVER_MADE, state.unexplained),
+        WakeOpeners(record.key),
+        Report(logging.WARNING, f"took back {record.title}: it was half made at the stop"),
+    )
+    state = end_copies_beside(remove(state, record), record)
+    return replace(state, interrupted=without(state.interrupted, record.id)), effects
+
+
+def _made(state: State, record: BufferRecord, known: Interrupted, now: Instant) -> Step:
+    """The servers register again, so that what they hold is judged by the record. Those that were restarted since it
+    was stored are judged now, as no later registration shows that.
+    """
+    made = replace(record, ready=True)
+    state = replace(
+        state,
+        buffers={**state.buffers, made.key: made},
+        interrupted=without(state.interrupted, made.id),
+    )
+    text = f"{made.title} counts as made: the coordinator was stopped within its creation, or its records were older"
+    effects: list[Effect] = [SaveBuffer(made), WakeOpeners(made.key), Report(logging.WARNING, text)]
+    for name, run in known.runs.items():
+        if name in known.held and state.servers[name].instance_id != run:
+            state, saves = judge_copies(
+                state, partial(_after_restart, state, made.id, name, known.held[name], now), None
+            )
+            effects += saves
+    return replace(state, suspected=state.suspected | known.held.keys()), tuple(effects)
+
+
+def _after_restart(
+    state: State, buffer_id: int, server: str, held: frozenset[int], now: Instant, record: BufferRecord
+) -> BufferRecord:
+    """Return that buffer's record after a server came back with these segments of it; other records as they are."""
+    if record.id != buffer_id:
+        return record
+    missing = {segment.id for segment in record.segments} - held
+    return come_back(record, server, missing, lambda other: state.heard(other, now), restarted=True)

@@ -1,0 +1,194 @@
+"""smb.coordinator.steps.interrupted: creations whose end the records do not show, by state.step alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from smb import errors
+from smb.coordinator.events import (
+    BufferDeleted,
+    BufferRenamed,
+    DropSegments,
+    EraseBuffer,
+    Event,
+    Restarted,
+    SaveBuffer,
+    ServerDied,
+    UnexplainedJudged,
+    WakeOpeners,
+)
+from smb.coordinator.records import Held, Kind
+from smb.coordinator.state import load
+from smb.drop_reasons import Ground
+from tests.support.decisions import Cluster, registration, returned, server
+
+NEW, USED = Held(0, untouched=True), Held(0)
+
+
+@pytest.fixture
+def cluster() -> Cluster:
+    """Three servers; "half" is being made on a and b when the coordinator stops."""
+    made = Cluster()
+    made.register("a", "b", "c")
+    made.want("half", server_names=("a", "b"), attempt_id=7)
+    return again(made)
+
+
+def again(cluster: Cluster, term: int = 2) -> Cluster:
+    """A coordinator that starts on these records."""
+    state = load(cluster.state.buffers.values(), cluster.state.servers.values(), lineage=cluster.state.lineage)
+    begun = Cluster(state, cluster.seconds, ids=cluster.ids)
+    begun.do(Restarted(term))
+    return begun
+
+
+def back(cluster: Cluster, name: str, held: Held | None, run: int = 1) -> None:
+    """A server registers, with all that the records place on it, or without."""
+    there = {copy.id for record in cluster.state.buffers.values() for copy in record.copies if copy.server == name}
+    with_it = there if held is not None else set()
+    cluster.do(returned(cluster.state, name, run, with_it, as_held=held))
+    cluster.do(registration(cluster.state, server(name, run), with_it, as_held=held))
+
+
+def judged(cluster: Cluster) -> list[str]:
+    """Return the names that clients see then."""
+    cluster.do(UnexplainedJudged(changes_max=1))
+    return [record.name for record in cluster.state.listed()]
+
+
+@pytest.mark.parametrize("held", [NEW, USED])
+def test_it_is_made_if_each_segment_is_there(cluster: Cluster, held: Held) -> None:
+    """Once every server was heard of. Until then nobody sees it, takes its name, or renames it."""
+    back(cluster, "a", held)
+    back(cluster, "c", None)
+    assert judged(cluster) == []
+    events: tuple[Event, ...] = (
+        BufferRenamed("half", "other", replace=True),
+        BufferRenamed("w", "half", replace=True),
+    )
+    cluster.create("w", server_names=("c",))
+    with pytest.raises(errors.UnavailableError, match="waits until b has said what it holds"):
+        cluster.do(events[0])
+    with pytest.raises(errors.AlreadyExistsError):
+        cluster.do(events[1])
+    with pytest.raises(errors.AlreadyExistsError, match="is being created"):
+        cluster.want("half")
+    with pytest.raises(errors.UnavailableError, match="or delete the buffer"):
+        cluster.state.check_known(Kind.BUFFER, "half")
+    assert cluster.want("half", attempt_id=7) == ()
+    back(cluster, "b", held)
+    assert judged(cluster) == ["half", "w"]
+    assert cluster.only(SaveBuffer).record.ready
+    assert cluster.only(WakeOpeners).key == "half"
+    cluster.state.check_known(Kind.BUFFER, "half")
+    for name in ("a", "b"):  # what they hold is judged by the record now
+        with pytest.raises(errors.NotFoundError, match="must register again"):
+            cluster.renew(name)
+        back(cluster, name, held)
+    assert cluster.state.lost_segments(cluster.now) == set()
+
+
+@pytest.mark.parametrize("first", ["a", "b"])
+@pytest.mark.parametrize("run", [1, 2])
+def test_it_is_taken_back_if_a_part_is_nowhere(cluster: Cluster, first: str, run: int) -> None:
+    """Nobody has written to the other one. That is dropped, and the name is free."""
+    for name in dict.fromkeys((first, "a", "b", "c")):
+        assert judged(cluster) == []
+        assert cluster.effects == ()
+        back(cluster, name, NEW if name == "a" else None, run if name == "b" else 1)
+    assert judged(cluster) == []
+    assert cluster.only(EraseBuffer).key == "half"
+    assert cluster.only(DropSegments).ground is Ground.NEVER_MADE
+    assert cluster.only(WakeOpeners).key == "half"
+    assert cluster.state.buffers == {}
+    assert cluster.state.interrupted == {}
+    assert cluster.state.allocation("a").nbytes == cluster.state.allocation("b").nbytes == 0
+    cluster.want("half", attempt_id=7)
+    assert cluster.only(SaveBuffer).record.name == "half"
+
+
+def test_what_was_written_to_stays(cluster: Cluster) -> None:
+    """The records are older than the buffer, and b has lost its part since: that part alone is lost."""
+    back(cluster, "a", USED)
+    back(cluster, "b", None, 2)
+    back(cluster, "c", None)
+    assert judged(cluster) == ["half"]
+    back(cluster, "a", USED)
+    back(cluster, "b", None, 2)
+    assert cluster.state.lost_segments(cluster.now) == {cluster.state.buffers["half"].segments[1].id}
+
+
+def test_a_server_that_is_away_is_waited_for(cluster: Cluster) -> None:
+    """It may have a part that was written to. A deletion does not wait, and wakes who asks for the name again."""
+    back(cluster, "a", NEW)
+    back(cluster, "c", None)
+    cluster.do(ServerDied("b", 1))
+    assert judged(cluster) == []
+    assert cluster.effects == ()
+    with pytest.raises(errors.NotFoundError):
+        cluster.do(BufferDeleted("half", missing_ok=False, id=12345))
+    cluster.do(BufferDeleted("half", missing_ok=False))
+    assert cluster.only(DropSegments).ground is Ground.DELETED
+    assert cluster.only(WakeOpeners).key == "half"
+    assert cluster.state.buffers == {}
+    assert cluster.state.interrupted == {}
+
+
+def test_one_copy_of_two_is_enough() -> None:
+    """b was lost with its memory while the records were away: a goes on alone, and c gets a copy later."""
+    cluster = Cluster()
+    cluster.register("a", "b", "c")
+    cluster.want("half", replicas=2, server_names=("a",))
+    (segment,) = cluster.state.buffers["half"].segments
+    cluster = again(cluster)
+    for name in ("a", "b", "c"):
+        back(cluster, name, replace(USED, epoch=1) if name == segment.server else None, 2 if name == "b" else 1)
+    assert judged(cluster) == ["half"]
+    (segment,) = cluster.state.buffers["half"].segments
+    for name in ("a", "b", "c"):
+        back(cluster, name, replace(USED, epoch=1) if name == segment.server else None, 2 if name == "b" else 1)
+    (after,) = cluster.state.buffers["half"].segments
+    assert (after.server, after.backup, after.epoch) == (segment.server, "", 2)
+
+
+def test_a_primary_that_was_restarted_does_not_go_on_with_its_backup() -> None:
+    """It may have forgotten changes that it had not forwarded: one copy goes on."""
+    cluster = Cluster()
+    cluster.register("a", "b")
+    cluster.want("half", replicas=2, server_names=("a",))
+    cluster = again(cluster)
+    back(cluster, "b", replace(USED, epoch=1))
+    back(cluster, "a", replace(USED, epoch=1), 2)
+    assert judged(cluster) == ["half"]
+    (segment,) = cluster.state.buffers["half"].segments
+    assert (segment.server, segment.backup, segment.epoch) == ("b", "", 2)
+
+
+def test_what_it_was_to_move_with_keeps_its_copies() -> None:
+    """The servers lack a member that was never made: the rest of the bundle has lost nothing."""
+    cluster = Cluster()
+    cluster.register("a", "b")
+    cluster.create("w", replicas=2, server_names=("a",))
+    cluster.want("state", like="w", joins=True, replicas=2)
+    cluster = again(cluster)
+    made = frozenset(segment.id for segment in cluster.state.buffers["w"].segments)
+    for name in ("a", "b"):
+        cluster.do(returned(cluster.state, name, 1, made, as_held=Held(1)))
+        cluster.do(registration(cluster.state, server(name), made, as_held=Held(1)))
+    assert judged(cluster) == ["w"]
+    assert set(cluster.state.buffers) == {"w"}
+    (segment,) = cluster.state.buffers["w"].segments
+    assert {segment.server, segment.backup} == {"a", "b"}
+
+
+def test_a_mirror_is_taken_back_at_once() -> None:
+    """It has nothing that its source does not have, which may be gone."""
+    cluster = Cluster()
+    cluster.register("a", "b")
+    cluster.create("w", versions=2, server_names=("a",))
+    cluster.want("m", mirror_of="w", server_names=("b",))
+    cluster = again(cluster)
+    assert cluster.only(EraseBuffer).key == "m"
+    assert list(cluster.state.buffers) == ["w"]
