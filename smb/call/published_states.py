@@ -14,8 +14,10 @@ PUBLISHER, READER = "publisher", "reader"
 class PublishedState(Protocol):
     ROLE: ClassVar[str]
     """PUBLISHER or READER."""
-    buffer: Any
-    """What it is of: `name`."""
+
+    @property
+    def buffer(self) -> Any:
+        """The state's buffer, which has its `name`."""
 
     @property
     def last(self) -> int:

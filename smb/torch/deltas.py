@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -99,15 +99,22 @@ class DeltaWriter:
 
     def take(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Copy a state into `state`."""
-        given = list(self._state.memories(tensors))  # with the owners, which keep the memory that is read below
+        self._take([tensors])
+
+    def take_pairs(self, pairs: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """As take, one tensor after the other. If the pairs fail, the next state is published whole."""
+
+        def parts() -> Iterator[Mapping[str, torch.Tensor]]:
+            for name, tensor in pairs:
+                yield {name: tensor}
+                del tensor  # before the next one is made
+
+        self._take(parts())
+
+    def _take(self, parts: Iterable[Mapping[str, torch.Tensor]]) -> None:
         self._delta, last = None, self._last
         self._last = None  # until the state is published
         width, base = self._state.width, self._state.bytes.ctypes.data
-        slices = [
-            (at + offset, address + offset, min(_SLICE * width, nbytes - offset))
-            for at, address, nbytes, _ in given
-            for offset in range(0, nbytes, min(_SLICE, DELTA_PART_MAX) * width)
-        ]
 
         def compare(compared: tuple[int, int, int]) -> tuple[bytes, int] | None:
             at, address, nbytes = compared
@@ -115,18 +122,25 @@ class DeltaWriter:
             found = delta_encode(width, base + at, address, nbytes // width, at // width, room)
             return None if found is None else (room[: found[0]].tobytes(), found[2])
 
-        if len(slices) < 2:
-            parts = [compare(compared) for compared in slices]
-        else:
-            with ThreadPoolExecutor(min(8, os.cpu_count() or 1, len(slices))) as threads:
-                parts = list(threads.map(compare, slices))
-        known = [part for part in parts if part is not None]
-        if last is None or len(known) < len(parts):
-            return
-        delta = b"".join(part for part, _ in known)
-        if len(delta) <= self._log.delta_max:
-            self._delta, self._last = delta, last
-            self._total = (last.total + sum(added for _, added in known)) % 2**64
+        delta: list[bytes] | None = None if last is None else []  # None: the state is published whole
+        nbytes, total = 0, last.total if last is not None else 0
+        with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
+            for part in parts:
+                given = list(self._state.memories(part))  # with the owners, which keep the memory that is read here
+                slices = [
+                    (at + offset, address + offset, min(_SLICE * width, size - offset))
+                    for at, address, size, _ in given
+                    for offset in range(0, size, min(_SLICE, DELTA_PART_MAX) * width)
+                ]
+                for encoded in map(compare, slices) if len(slices) < 2 else threads.map(compare, slices):
+                    if encoded is None or delta is None or nbytes + len(encoded[0]) > self._log.delta_max:
+                        delta = None
+                        continue
+                    delta.append(encoded[0])
+                    nbytes, total = nbytes + len(encoded[0]), total + encoded[1]
+                del part, given  # before the next tensor is made
+        if delta is not None:
+            self._delta, self._last, self._total = b"".join(delta), last, total % 2**64
 
     def publish(self, asked: str, timeout: float) -> int:
         """Publish the state that was taken last. Return its generation."""
@@ -190,6 +204,11 @@ class DeltaWriter:
                 _log.warning("%s: generation %d is not there as a whole state yet: %s", asked, made.generation, error)
         self._last = made
         return made.generation
+
+    def publish_pairs(self, asked: str, pairs: Iterable[tuple[str, torch.Tensor]], timeout: float) -> int:
+        """Publish a state that comes one tensor after the other. Return its generation."""
+        self.take_pairs(pairs)
+        return self.publish(asked, timeout)
 
     def _publish_whole(self, timeout: float) -> int:
         self.sent_bytes += self._state.nbytes

@@ -13,18 +13,21 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import torch
 
 from smb.call.published_states import PUBLISHER, READER
-from smb.errors import Error, InvalidArgumentError, NotFoundError
+from smb.engine import memory_at
+from smb.errors import AlreadyExistsError, Error, InvalidArgumentError, NotFoundError
 from smb.pins import PIN_S_MAX, Pin
 from smb.published import ABOUT, LOG_FORMAT
 from smb.relay.reader_source import Nearest
-from smb.spi import session_of
+from smb.spi import session_of, versions_of
 from smb.torch.deltas import DELTAS_MAX, DeltaReader, DeltaWriter, create
 from smb.torch.model_tensors import plain_name, plain_state
+from smb.torch.pairs import PairReader, Pairs, Spool, is_in_several_ranks, is_repeatable, with_forms
 from smb.torch.ranks import Ranks
 from smb.torch.shard_writer import ShardWriter, check_same, ranks_of
 from smb.torch.state_bytes import PartBytes, ReadBytes, StateBytes
@@ -39,30 +42,15 @@ if TYPE_CHECKING:
     from smb.client import Client
 
 State: TypeAlias = torch.nn.Module | Mapping[str, torch.Tensor]
+# A shape and a dtype by name, as tensors= of Client.create.
+Forms: TypeAlias = Mapping[str, tuple[Sequence[int], Any]]
 # A model with DTensors, its state_dict, or slices by name.
 Placements: TypeAlias = "State | Mapping[str, tuple[slice, ...]]"
 
 # Readers' pins that are not renewed end within PIN_S_MAX; the rest is time for the publication itself.
 _PATIENCE_S = PIN_S_MAX + 5.0
+_TURN_S = 10.0  # the next publisher waits so long for one that was killed; a living one renews its turn
 _log = logging.getLogger("smb")
-
-
-class _Writer(Protocol):
-    """Makes a state a generation, whole or by deltas."""
-
-    @property
-    def generation(self) -> int:
-        """The generation that was published last."""
-
-    @property
-    def sent_bytes(self) -> int:
-        """Number of bytes that the last publication sent."""
-
-    def take(self, given: Mapping[str, torch.Tensor]) -> None:
-        """Copy a state for publish(). It was checked, and has stored tensors only."""
-
-    def publish(self, asked: str, timeout: float, /) -> int:
-        """Publish the state that was taken last. Return its generation."""
 
 
 class _WholeWriter:
@@ -70,16 +58,45 @@ class _WholeWriter:
 
     def __init__(self, buffer: Buffer) -> None:
         self._buffer = buffer
-        self._state = StateBytes(buffer)
         self.sent_bytes = buffer.nbytes
-        self.take = self._state.take
+
+    @cached_property
+    def _state(self) -> StateBytes:
+        """Memory of the state's size, which publish_pairs does not need."""
+        return StateBytes(self._buffer)
 
     @property
     def generation(self) -> int:
+        """The generation that was published last."""
         return self._buffer.version
 
+    def take(self, given: Mapping[str, torch.Tensor]) -> None:
+        """Copy a state for publish(). It was checked, and has stored tensors only."""
+        self._state.take(given)
+
+    def take_pairs(self, pairs: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """As take, one tensor after the other."""
+        for name, tensor in pairs:
+            self._state.take({name: tensor})
+            del tensor  # before the next one is made
+
     def publish(self, _asked: str, timeout: float) -> int:
+        """Publish the state that was taken last. Return its generation."""
         return self._buffer.publish(self._state.elements, timeout=timeout)
+
+    def publish_pairs(self, _asked: str, pairs: Iterable[tuple[str, torch.Tensor]], timeout: float) -> int:
+        """Publish a state of which each tensor is sent before the next one is made. Return its generation."""
+        turn = versions_of(self._buffer).begin(timeout, _TURN_S, max(PIN_S_MAX, timeout - 1.0))
+        with turn.kept():
+            try:
+                for name, tensor in pairs:
+                    if tensor.nbytes:
+                        turn.write(self._buffer.table[name].offset, tensor.nbytes, memory_at(tensor.data_ptr()))
+                    del tensor  # before the next one is made
+            except BaseException:
+                turn.give_up()
+                raise
+            return turn.commit()
 
 
 class Publisher:
@@ -108,9 +125,13 @@ class Publisher:
     - `versions` copies are kept (2 to 16). With 3 or more, one slow reader delays no publication.
     - `options` are servers, stripe, replicas and metadata of Client.create.
 
-    A tensor with several names (tied weights) is stored once, under the first. The Publisher keeps one copy of the
-    state in this process's memory. Thread-safe. Raises AlreadyExistsError if the name has another state's tensors, and
-    says which; InvalidArgumentError if it was made with other deltas, ties or names.
+    Without `state` names, shapes and dtypes are those of the first publication, or of the state that exists under that
+    name. A mapping of names to (shape, dtype) gives them without values.
+
+    A tensor with several names (tied weights) is stored once, under the first. publish() of a model or a mapping keeps
+    one copy of the state in this process's memory; of pairs (name, tensor) only with `deltas`. Thread-safe. Raises
+    AlreadyExistsError if the name has another state's tensors, and says which; InvalidArgumentError if it was made with
+    other deltas, ties or names.
     """
 
     ROLE: ClassVar[str] = PUBLISHER
@@ -119,7 +140,7 @@ class Publisher:
         self,
         client: Client,
         name: str,
-        state: State,
+        state: State | Forms | None = None,
         *,
         names: Iterable[str] | Callable[[str], bool] | None = None,
         dtype: torch.dtype | None = None,
@@ -129,17 +150,27 @@ class Publisher:
         mesh: DeviceMesh | None = None,
         **options: Any,
     ) -> None:
-        if not isinstance(name, str) or not isinstance(state, (torch.nn.Module, Mapping)):
+        if not isinstance(name, str) or not (state is None or isinstance(state, (torch.nn.Module, Mapping))):
             given = f"{type(name).__name__} and {type(state).__name__}"
             raise InvalidArgumentError(
-                f"Publisher(client, name, state): pass a name and a model or state_dict, not {given}"
+                f"Publisher(client, name, state): pass a name and a model or state_dict, not {given}; pass an iterator "
+                f"to publish()"
             )
-        asked = f"publish {name!r}"
-        self._ranks = ranks = ranks_of(asked, state, mesh)
-        self._source = state
+        self._client = client
+        self._name = name
+        self._asked = asked = f"publish {name!r}"
+        if state is None and mesh is not None:
+            raise InvalidArgumentError(f"{asked}: mesh= needs the model: pass it as the third argument")
+        source: State | None = with_forms(asked, state) if isinstance(state, Mapping) else state
+        self._ranks = ranks = None if source is None else ranks_of(asked, source, mesh)
+        self._source = source
         self._names = names if names is None or callable(names) else frozenset(names)
         self._dtype = dtype
+        self._deltas, self._versions, self._relays, self._options = deltas, versions, relays, options
+        self._pairs = PairReader(asked, self._names, self._kind)
         self._turn = threading.Lock()
+        self._buffer: Buffer | None = None
+        self._writer: _WholeWriter | DeltaWriter | ShardWriter
         self._last = 0  # the generation that was published or found last
         self._sure = False  # whether `_last` is this Publisher's own; unknown after a failure
         self._alone = True  # whether no other trainer was noticed
@@ -157,26 +188,54 @@ class Publisher:
                     f"{asked}: deltas={deltas} does not work yet for a state that lies in {ranks.count} ranks; leave "
                     f"deltas= out"
                 )
-            tensors = self._selected(asked, state)
-        self._tied = _tied(tensors)
-        if ranks is not None:
-            self._tied = ranks.tell(self._tied)  # a rank whose shards are empty cannot know which tensors are tied
-        stored = {each: tensor for each, tensor in tensors.items() if each not in self._tied}
+            tensors = None if source is None else self._selected(asked, source)
+        if tensors is None:
+            self._find()
+        else:
+            self._make(tensors)
+
+    def _find(self) -> bool:
+        """Return True if a state of that name exists, from now on or before: this Publisher publishes it."""
+        if self._buffer is not None:
+            return True
+        try:
+            found = self._client.open(self._name)
+        except NotFoundError:
+            return False
+        if found.versions < 2 or not found.table:
+            raise AlreadyExistsError(
+                f"{self._asked}: a buffer of that name exists, and is not a published state; delete it (smb rm "
+                f"{self._name}), or publish under another name"
+            )
+        self._create(found.table, _about(self._asked, found)["tied"], {})
+        return True
+
+    def _make(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Create the state's buffer, or open it. The tensors may have no values."""
+        tied = _tied(tensors)
+        if self._ranks is not None:
+            tied = self._ranks.tell(tied)  # a rank whose shards are empty cannot know which tensors are tied
+        stored = {each: tensor for each, tensor in tensors.items() if each not in tied}
         forms = {each: (tuple(tensor.shape), self._kind(tensor)) for each, tensor in stored.items()}
+        self._create(forms, tied, stored)
+
+    def _create(self, forms: Mapping[str, Any], tied: dict[str, str], stored: Mapping[str, torch.Tensor]) -> None:
+        """As _make, of stored tensors by their forms. Only ranks need the tensors themselves."""
+        asked, client, name, ranks, deltas = self._asked, self._client, self._name, self._ranks, self._deltas
         if ranks is not None:
             check_same(asked, ranks, forms)
-        about = {"deltas": deltas, "tied": self._tied, "part": names is not None}
+        about = {"deltas": deltas, "tied": tied, "part": self._names is not None}
         if deltas:
             about["log"] = LOG_FORMAT
-        options["metadata"] = {**(options.get("metadata") or {}), ABOUT: about}
+        options = {**self._options, "metadata": {**(self._options.get("metadata") or {}), ABOUT: about}}
         placement = {key: value for key, value in options.items() if key in ("servers", "stripe", "replicas")}
         made: list[Buffer] = []
-        self._writer: _Writer
+        writer: _WholeWriter | DeltaWriter | ShardWriter
         try:
             with _agreed(ranks):
                 if ranks is None or ranks.speaks:
-                    self.buffer = create(client, made, name, tensors=forms, versions=versions, **options)
-                    found = _about(asked, self.buffer)
+                    buffer = create(client, made, name, tensors=forms, versions=self._versions, **options)
+                    found = _about(asked, buffer)
                     if found != about:
                         raise InvalidArgumentError(
                             f"{asked}: it exists, published with {_described(found)}, not {_described(about)}; do "
@@ -185,26 +244,34 @@ class Publisher:
             if ranks is not None:
                 with ranks.agreed():
                     if not ranks.speaks:
-                        self.buffer = client.open(name)
-                self._writer = ShardWriter(self.buffer, ranks, stored)
+                        buffer = client.open(name)
+                writer = ShardWriter(buffer, ranks, stored)
             elif deltas:
-                self._writer = DeltaWriter(client, self.buffer, StateBytes(self.buffer), deltas, placement, made)
+                writer = DeltaWriter(client, buffer, StateBytes(buffer), deltas, placement, made)
             else:
-                self._writer = _WholeWriter(self.buffer)
+                writer = _WholeWriter(buffer)
             with _agreed(ranks):
-                if relays is not None and (ranks is None or ranks.speaks):
-                    client.relay(name, relays)
+                if self._relays is not None and (ranks is None or ranks.speaks):
+                    client.relay(name, self._relays)
         except BaseException:
             with suppress(Error):  # the first error says more
                 _give_up(client, made)
             raise
-        self._last = self._writer.generation
+        self._last = writer.generation
+        self._tied, self._writer, self._buffer = tied, writer, buffer
         session_of(client).published.add(self)
+
+    @property
+    def buffer(self) -> Buffer:
+        """The state's buffer. NotFoundError if it will be made by the first publication."""
+        if self._buffer is None:
+            raise NotFoundError(f"{self._asked}: the first publication makes the buffer, and there was none yet")
+        return self._buffer
 
     @property
     def generation(self) -> int:
         """The latest generation, whoever published it; 0 before the first."""
-        return self._writer.generation
+        return 0 if self._buffer is None else self._writer.generation
 
     @property
     def last(self) -> int:
@@ -219,9 +286,9 @@ class Publisher:
     @property
     def sent_bytes(self) -> int:
         """Bytes that the last publication sent, without frames; with a mesh, from this rank."""
-        return self._writer.sent_bytes
+        return 0 if self._buffer is None else self._writer.sent_bytes
 
-    def publish(self, state: State | None = None, *, timeout: float = _PATIENCE_S) -> int:
+    def publish(self, state: State | Pairs | None = None, *, timeout: float = _PATIENCE_S) -> int:
         """Publish the state (default: the one that the Publisher was made with) as it is now, and return its
         generation.
 
@@ -234,17 +301,32 @@ class Publisher:
         ```python
         publisher = smb.torch.Publisher(client, "digits", model)
         publisher.publish()  # 1: the first generation
-        publisher.publish()  # 2
+        publisher.publish((name, tensor) for name, tensor in model.state_dict().items())  # 2, one tensor at a time
         ```
+
+        `state` may be an iterable of pairs (name, tensor) in any order, such as a generator that gathers one tensor
+        after the other. Each tensor is sent before the next one is asked for. With `deltas` each is compared with a
+        copy of the former state, and the changes are sent at the end. Names that are tied may be left out. If the
+        iterable raises, or gives too few tensors, a name twice, or another name, shape or dtype, this raises, and
+        nothing is published. Other trainers of that name wait meanwhile. Not for a state that several ranks publish.
+
+        If names and shapes are not known at the first publication, an iterable that can be read only once is kept in a
+        temporary file (in $TMPDIR) until its end, and sent then. The state that exists under that name, or a state or
+        shapes given to the Publisher, make this unnecessary.
         """
         with self._turn:
-            self._take(state)
-            return self._publish(timeout)
+            if state is None or isinstance(state, (torch.nn.Module, Mapping)):
+                self._take(state)
+                return self._publish(self._writer.publish, timeout)
+            with self._known(state) as pairs:
+                writer = self._pair_writer()
+                return self._publish(lambda asked, wait: writer.publish_pairs(asked, pairs, wait), timeout)
 
-    def publish_async(self, state: State | None = None, *, timeout: float = _PATIENCE_S) -> Future[int]:
+    def publish_async(self, state: State | Pairs | None = None, *, timeout: float = _PATIENCE_S) -> Future[int]:
         """Publish in the background, and return a future. The state may change as soon as this returns.
 
-        Blocks while an earlier publication of this Publisher is in progress. Otherwise as publish().
+        Blocks while an earlier publication of this Publisher is in progress. Otherwise as publish(). An iterable of
+        pairs is read to its end first, so it takes memory for a copy of the state, too.
 
         ```python
         publisher = smb.torch.Publisher(client, "digits", model)
@@ -255,41 +337,85 @@ class Publisher:
         """
         self._turn.acquire()
         try:
-            self._take(state)
-            future = self.buffer.submit(lambda: self._publish(timeout))
+            if state is None or isinstance(state, (torch.nn.Module, Mapping)):
+                self._take(state)
+            else:
+                with self._known(state) as pairs:
+                    self._pair_writer().take_pairs(pairs)
+            future = self.buffer.submit(lambda: self._publish(self._writer.publish, timeout))
         except BaseException:
             self._turn.release()
             raise
         future.add_done_callback(lambda _: self._turn.release())
         return future
 
-    def _publish(self, timeout: float) -> int:
+    @contextmanager
+    def _known(self, pairs: Pairs) -> Iterator[Iterator[tuple[str, torch.Tensor]]]:
+        """Make the buffer, if there is none, and give the pairs as they are stored, each once it is asked for."""
+        self._pairs.check(pairs)
+        with ExitStack() as spooled:
+            again: Pairs = pairs
+            if not self._find():
+                if is_repeatable(pairs):
+                    forms = self._pairs.forms(pairs)
+                else:
+                    again = spool = spooled.enter_context(Spool(self._asked))
+                    spool.fill(self._pairs.on_host(pairs))
+                    forms = spool.forms
+                if not forms:
+                    raise InvalidArgumentError(f"{self._asked}: there are no tensors to publish")
+                self._create(forms, {}, {})
+            yield self._pairs.stored(again, self.buffer.table, self._tied)
+
+    def _pair_writer(self) -> _WholeWriter | DeltaWriter:
+        if isinstance(self._writer, ShardWriter):
+            raise InvalidArgumentError(
+                f"{self._asked}: each of several ranks publishes its shards; pass the sharded model or its state_dict, "
+                f"not pairs"
+            )
+        return self._writer
+
+    def _publish(self, publish: Callable[[str, float], int], timeout: float) -> int:
         sure, self._sure = self._sure, False
-        generation = self._writer.publish(f"publish {self.buffer.name!r}", timeout)
+        generation = publish(self._asked, timeout)
         between, self._last, self._sure = generation - self._last - 1, generation, True
         if sure and between and self._alone and (self._ranks is None or self._ranks.speaks):
             self._alone = False
             _log.warning(
-                "publish %r: generation %d is ours, but %d between it and our last one are not. Another trainer "
+                "%s: generation %d is ours, but %d between it and our last one are not. Another trainer "
                 "publishes under this name, and readers get both trainers' states in turn. Stop one, or give it "
                 "another name",
-                self.buffer.name,
+                self._asked,
                 generation,
                 between,
             )
         return generation
 
     def _take(self, state: State | None) -> None:
+        given = self._source if state is None else state
+        if given is None:
+            raise InvalidArgumentError(
+                f"{self._asked}: this Publisher was made without a state; pass one: publish(model), or an iterable of "
+                f"pairs (name, tensor)"
+            )
+        if self._buffer is None and not self._find():
+            values = given.parameters() if isinstance(given, torch.nn.Module) else given.values()
+            if any(map(is_in_several_ranks, values)):
+                raise InvalidArgumentError(
+                    f"{self._asked}: the state lies in several ranks; make the Publisher with it: Publisher(client, "
+                    f"name, model)"
+                )
+            self._make(self._selected(self._asked, given))
         try:
-            self._check_and_take(state)
+            self._check_and_take(given)
         except Exception as error:
             if not isinstance(self._writer, ShardWriter):
                 raise
             self._writer.fail(error)  # `publish` raises it at all ranks
 
-    def _check_and_take(self, state: State | None) -> None:
-        asked = f"publish {self.buffer.name!r}"
-        given = self._selected(asked, self._source if state is None else state)
+    def _check_and_take(self, state: State) -> None:
+        asked = self._asked
+        given = self._selected(asked, state)
         for name, first in self._tied.items():
             if name in given and first in given and not _same_values(given[name], given[first]):
                 raise InvalidArgumentError(
@@ -612,8 +738,8 @@ class Generation(Mapping[str, torch.Tensor]):
         return len(self._names)
 
 
-def publish(client: Client, name: str, state: State, **options: Any) -> int:
-    """Publish a module's state, or a state_dict, once. Return its generation.
+def publish(client: Client, name: str, state: State | Pairs, **options: Any) -> int:
+    """Publish a module's state, a state_dict, or an iterable of pairs (name, tensor), once. Return its generation.
 
     ```python
     smb.torch.publish(client, "policy", model)
@@ -621,7 +747,9 @@ def publish(client: Client, name: str, state: State, **options: Any) -> int:
 
     The same as Publisher(...).publish(). To publish often, keep a Publisher: it reuses its memory.
     """
-    return Publisher(client, name, state, **options).publish()
+    if isinstance(state, (torch.nn.Module, Mapping)):
+        return Publisher(client, name, state, **options).publish()
+    return Publisher(client, name, **options).publish(state)
 
 
 def follow(
