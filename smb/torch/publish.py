@@ -122,7 +122,7 @@ class Publisher:
       nothing was published. If a rank dies, the others raise UnavailableError; an incomplete generation never appears.
     - `relays` mirrors the state, and its deltas, on memory servers near its readers: their names, or "auto"
       (Client.relay).
-    - `versions` copies are kept (2 to 16). With 3 or more, one slow reader delays no publication.
+    - `versions` copies are kept (2 to 16, by default 3). With 3 or more, one slow reader delays no publication.
     - `options` are servers, stripe, replicas and metadata of Client.create.
 
     Without `state` names, shapes and dtypes are those of the first publication, or of the state that exists under that
@@ -145,7 +145,7 @@ class Publisher:
         names: Iterable[str] | Callable[[str], bool] | None = None,
         dtype: torch.dtype | None = None,
         deltas: int = 0,
-        versions: int = 2,
+        versions: int = 3,
         relays: Iterable[str] | str | None = None,
         mesh: DeviceMesh | None = None,
         **options: Any,

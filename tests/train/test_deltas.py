@@ -361,7 +361,7 @@ def test_a_state_of_before_is_refused(client: smb.Client, connect: Connect) -> N
     """Deltas in the form of an earlier release: trainers and readers are told to publish anew, and nothing is lost."""
     stored = {"deltas": 4, "tied": {}, "part": False}
     tensors = {name: (tuple(each.shape), each.dtype) for name, each in state_of(0).items()}
-    client.create("w", tensors=tensors, versions=2, metadata={ABOUT: stored})
+    client.create("w", tensors=tensors, versions=3, metadata={ABOUT: stored})
     for call in (
         lambda: smb.torch.Publisher(client, "w", state_of(0), deltas=4),
         lambda: smb.torch.follow(connect(), "w"),

@@ -163,7 +163,7 @@ def test_a_stopped_reader_does_not_stop_the_trainer(cluster: smb.LocalCluster, c
     ones go on at once, and the reader, woken, is told that it has lost: it read nothing of another generation.
     """
     client = connect()
-    publisher = smb.torch.Publisher(client, "w", filled(0))
+    publisher = smb.torch.Publisher(client, "w", filled(0), versions=2)
     publisher.publish(filled(1))
     with in_process(pin_and_wait, cluster.address, 2.0) as (process, messages):
         assert messages.get(timeout=60) == 1
@@ -179,7 +179,7 @@ def test_a_stopped_reader_does_not_stop_the_trainer(cluster: smb.LocalCluster, c
 
 def test_a_trainer_that_will_not_wait_leaves_a_generation_out(client: smb.Client, connect: Connect) -> None:
     """With a short timeout it is told that nothing was published, and the next call publishes."""
-    publisher = smb.torch.Publisher(client, "w", filled(0))
+    publisher = smb.torch.Publisher(client, "w", filled(0), versions=2)
     publisher.publish(filled(1))
     follower = smb.torch.follow(connect(FAR), "w")
     with follower.pin(ttl=30) as generation:
@@ -191,6 +191,16 @@ def test_a_trainer_that_will_not_wait_leaves_a_generation_out(client: smb.Client
     assert publisher.publish(filled(3), timeout=0.1) == 3
     with pytest.raises(smb.TimeoutError):
         follower.wait(timeout=0.1) if follower.state_dict() else None
+
+
+def test_by_default_one_reader_delays_no_publication(client: smb.Client, connect: Connect) -> None:
+    """A reader holds a generation while five are published by a trainer that waits for nobody."""
+    publisher = smb.torch.Publisher(client, "w", filled(0))
+    publisher.publish(filled(1))
+    with smb.torch.follow(connect(FAR), "w").pin(ttl=30) as generation:
+        for number in range(2, 7):
+            assert publisher.publish(filled(number), timeout=0.1) == number
+        assert value_of(generation) == 1
 
 
 @pytest.mark.parametrize("deltas", [0, 4])
