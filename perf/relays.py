@@ -4,7 +4,8 @@
 
 Hosts in network namespaces (perf/netlab.py, needs root), each with a file system of its own for its segments, so that
 only what is on one host is mapped there. Every reader reads into its own memory and says a sum over it. S/W is the time
-of one copy over the trainer's link, with TCP's headers (0.956 of the rate are data).
+of one copy over the trainer's link, with TCP's headers (0.956 of the rate are data). The next generation is published
+as soon as the last reader has read one. `copies` is what the trainer's host has sent for a generation, in states.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -44,7 +46,7 @@ class Case:
     trainer: float  # its link's rate, of --rate; so below
     uploads: Sequence[float | None]
     readers: int = 1  # on each host
-    zones: bool = False
+    zones: Sequence[str] = ()  # of the trainer and of each host; empty: none has a zone
     relays: bool = True
     formula: float = 1.0
     limit: float = 0.0
@@ -53,7 +55,11 @@ class Case:
 
 CASES = {
     "star": Case("8 readers behind the trainer's uplink, no mirrors", 1, [None] * 8, relays=False),
-    "uplink": Case("8 readers behind the trainer's uplink, one site", 1, [None] * 8, zones=True, limit=1.2),
+    "uplink": Case(
+        "8 readers behind the trainer's uplink, one site", 1, [None] * 8, zones=["", *8 * ["site"]], limit=1.2
+    ),
+    "plain": Case("the same, no zones", 1, [None] * 8, limit=1.2),
+    "home": Case("the same, half of them in the trainer's zone", 1, [None] * 8, zones=[*"AAAAA", *"BBBB"], limit=1.2),
     "equal": Case("8 hosts with equal links", 1, [1] * 8, limit=1.4),
     "unequal": Case("uplinks 1:2:4, the trainer's 4", 4, [1, 2, 4], formula=4 / (11 / 3), limit=1.2),
     "one": Case("1 reader on one host", 1, [1]),
@@ -147,9 +153,11 @@ class Cluster:
         room = f"{6 * self._mbytes + 64}MiB"
         memory = self._directory / "memory"
         memory.mkdir(mode=0o700)
+        names = [host.name for host in self.lab.hosts[1:]]
+        zones = dict(zip(names, self._case.zones or [""] * len(names), strict=True))
         for host in self.lab.hosts[1:]:
             if host.name == "trainer" or self._case.relays:
-                zone = "site" if self._case.zones and host.name != "trainer" else ""
+                zone = zones[host.name]
                 command = ["memserver", "--coordinator", self.address, "--capacity", room, "--name", host.name]
                 command += ["--memory-dir", str(memory), "--loops", "1", *(["--zone", zone] * bool(zone))]
                 self.servers[host.name] = self._daemons.start(host.name, command, memory=memory)
@@ -173,6 +181,12 @@ class Cluster:
             for pid in path.read_text().split():
                 os.kill(int(pid), signal.SIGKILL)
 
+    def sent_bytes(self) -> int:
+        """Return how many bytes the trainer's host has sent."""
+        table = self.lab.run("trainer", ["cat", "/proc/net/dev"], capture_output=True, text=True).stdout
+        (line,) = (line for line in table.splitlines() if line.strip().startswith("eth0:"))
+        return int(line.split()[9])
+
     def mirrors(self) -> list[Any]:
         """Return what there is, as `smb relay --json` says."""
         line = [*PYTHON, "smb.tools.cli.main", "relay", "m", "--coordinator", self.address, "--json"]
@@ -185,8 +199,19 @@ def line(process: subprocess.Popen[str]) -> dict[str, Any]:
     return dict(json.loads(process.stdout.readline()))
 
 
-def run(case: Case, rate: str, mbytes: int, generations: int) -> Iterator[tuple[float, str]]:
-    """Yield for each generation the time in S/W, and what there is to say."""
+@dataclass(frozen=True)
+class Found:
+    """What was measured of a generation: its time in S/W, what the trainer's host sent in states, and from how many
+    buffers it was read.
+    """
+
+    time: float
+    copies: float
+    sources: int
+
+
+def run(case: Case, rate: str, mbytes: int, generations: int) -> Iterator[Found]:
+    """Yield what was measured of each generation."""
     one_copy_s = (mbytes << 23) / (0.956 * case.trainer * parse_rate(rate))
     with Cluster(case, rate, mbytes) as cluster:
         trainer = cluster.beside("trainer", "train", cluster.address, str(mbytes), str(int(case.relays)))
@@ -205,9 +230,9 @@ def run(case: Case, rate: str, mbytes: int, generations: int) -> Iterator[tuple[
             if time.monotonic() > deadline:
                 raise SystemExit(f"no relays: {cluster.log('h0')}")
             time.sleep(0.5)
-        time.sleep(5)  # the next renewals bring the plan
         for number in range(1, generations + 1):
             assert trainer.stdin is not None
+            before = cluster.sent_bytes()
             trainer.stdin.write("\n")
             trainer.stdin.flush()
             sent = line(trainer)
@@ -221,8 +246,8 @@ def run(case: Case, rate: str, mbytes: int, generations: int) -> Iterator[tuple[
                     assert (told["generation"], told["sum"]) == (number, sent["sum"]), (told, sent)
                     last = max(last, told["at"])
                     sources.add(told["from"])
-            yield (last - sent["at"]) / one_copy_s, f"read from {len(sources)} buffers, {one_copy_s:.1f} s a copy"
-            time.sleep(2.5)  # renewals bring what was measured, and the next plan
+            copies = (cluster.sent_bytes() - before) / (mbytes << 20)
+            yield Found((last - sent["at"]) / one_copy_s, copies, len(sources))
 
 
 def main() -> None:
@@ -231,7 +256,7 @@ def main() -> None:
     parser.add_argument("part", nargs="*")
     parser.add_argument("--mbytes", type=int, default=16)
     parser.add_argument("--rate", default="20mbit")
-    parser.add_argument("--generations", type=int, default=3)
+    parser.add_argument("--generations", type=int, default=10)
     parser.add_argument("--cases", default=",".join(CASES))
     options = parser.parse_args()
     if options.part:
@@ -244,11 +269,15 @@ def main() -> None:
     for name in options.cases.split(","):
         case = CASES[name]
         found = list(run(case, options.rate, options.mbytes, options.generations))
-        times = [seconds / case.formula for seconds, _ in found]
+        times = [each.time / case.formula for each in found]
         goal = f", goal {case.limit:g}" if case.limit else ""
         of = "S/W" if case.formula == 1.0 else "the formula"
-        told = " ".join(f"{each:.2f}" for each in times)
-        print(f"{name}: {case.title}: {min(times):.2f} {of}{goal}; by generation {told} ({found[-1][1]})", flush=True)
+        print(
+            f"{name}: {case.title}: median {median(times):.2f} {of}, at most {max(times):.2f}{goal}; by generation "
+            f"{' '.join(f'{each:.2f}' for each in times)}; copies {' '.join(f'{each.copies:.2f}' for each in found)}; "
+            f"read from {found[-1].sources} buffers",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":
