@@ -46,7 +46,7 @@ class Relays:
         self._wanted = ""  # the last line sent; empty: no mirrors
         self._reports: list[pb.MirrorReport] = []
         self._changed = threading.Event()
-        self.on_news: Callable[[], None] = lambda: None  # called when the reported mirrors change
+        self.on_news: Callable[[], None] = lambda: None  # called when the reported mirrors change, or one waits
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -56,8 +56,11 @@ class Relays:
             {
                 "name": task.name,
                 "source": task.source,
-                "parents": [[p.end, p.name] for p in task.parents],
                 "id": task.id,
+                "plans": [
+                    [plan.number, plan.first_version, plan.last_version, [[p.end, p.name] for p in plan.parents]]
+                    for plan in task.plans
+                ],
             }
             for task in tasks
         ]
@@ -132,6 +135,7 @@ class Relays:
         assert process.stdout is not None
         with process.stdout as lines:
             for line in lines:
+                told = json.loads(line)
                 reports = [
                     pb.MirrorReport(
                         name=report["name"],
@@ -139,14 +143,17 @@ class Relays:
                         version=report["version"],
                         arrived_bytes=report["arrived_bytes"],
                         published=report["published"],
+                        plan_number=report["plan_number"],
+                        plan_last_version=report["plan_last_version"],
                         feeds=[
                             pb.Feed(name=name, bytes_per_s=rate)
                             for name, rate in list(report["feeds"].items())[:ITEMS_MAX]
                         ],
                     )
-                    for report in json.loads(line)
+                    for report in told
                 ]
                 with self._lock:
                     before, self._reports = self._reports, reports
-                if {report.id for report in before} != {report.id for report in reports}:
+                waits = any(report["waits"] for report in told)  # for a plan, which the next renewal brings
+                if waits or {report.id for report in before} != {report.id for report in reports}:
                     self.on_news()

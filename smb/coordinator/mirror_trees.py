@@ -66,16 +66,13 @@ def plan(source: TreeNode, relays: Sequence[TreeNode]) -> tuple[RelayTree, ...]:
     return _joined(trees)
 
 
-def parents_of(trees: Iterable[RelayTree], relay: str) -> tuple[tuple[float, str], ...]:
-    """Return where the relay reads what: the end of each range of [0, 1), and its parent there."""
-    found: list[tuple[float, str]] = []
-    end = 0.0
+def rate_of(trees: Iterable[RelayTree], nodes: Iterable[TreeNode]) -> float:
+    """Return how fast these trees bring the bytes to all relays, in the unit of the nodes' rates."""
+    sent: dict[str, float] = {}
     for tree in trees:
-        end += tree.share
-        if found and found[-1][1] == tree.parents[relay]:
-            found.pop()
-        found.append((end, tree.parents[relay]))
-    return tuple(found)
+        for parent in tree.parents.values():
+            sent[parent] = sent.get(parent, 0.0) + tree.share
+    return min(node.rate / sent[node.name] for node in nodes if node.name in sent)
 
 
 def _shares(rate: float, relays: Sequence[TreeNode]) -> dict[str | None, float]:

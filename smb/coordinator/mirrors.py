@@ -1,7 +1,7 @@
-"""The current trees of mirrors, computed from what relays reported and which servers are alive.
+"""The plans by which mirrors are filled, computed from what relays reported and which servers are alive.
 
-Nothing here is stored. A coordinator that was restarted hears the reports again with the next renewals. Until then each
-mirror is filled from the source, which is always right.
+Nothing here is stored. A coordinator that was restarted hears the reports again with the next renewals, and with them
+which plans are in use. Until then it gives no plans, and relays continue with those that they have.
 """
 
 from __future__ import annotations
@@ -9,12 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from smb.coordinator.events import Instant
-from smb.coordinator.mirror_trees import TreeNode, parents_of, plan
+from smb.coordinator.mirror_plans import MirrorPlan, MirrorPlans
+from smb.coordinator.mirror_trees import RelayTree, TreeNode, plan, rate_of
 from smb.coordinator.records import BufferRecord
 from smb.coordinator.state import SERVER_LEASE_S, State
 from smb.rpc import control_pb2 as pb
 
 _BEGINS_S = 15.0  # upper bound of a relay's start; until then readers assume that a report will come
+_FASTER = 1.1  # a new plan for the same relays must be so many times as fast: measured rates vary
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,10 +26,11 @@ class _Report:
 
 
 class Mirrors:
-    """The last report of each mirror's relay. Used in the coordinator's loop only."""
+    """The last report of each mirror's relay, and the plans. Used in the coordinator's loop only."""
 
     def __init__(self) -> None:
         self._reports: dict[int, _Report] = {}  # by the mirror's id, since a mirror may be made anew under its name
+        self._plans: dict[int, MirrorPlans] = {}  # by the source's id
 
     def record(self, state: State, server: str, request: pb.RenewServerRequest, now: Instant) -> None:
         """Store a server's reports of the mirrors that it has."""
@@ -37,9 +40,12 @@ class Mirrors:
                 continue
             if record.mirror_of and record.segments[0].server == server:
                 self._reports[record.id] = _Report(now.monotonic, report)
-        if len(self._reports) > 2 * len(state.buffers):
+                plans = self._plans.setdefault(record.mirror_of, MirrorPlans(now.monotonic))
+                plans.hear(report.published, report.plan_number, report.plan_last_version, now.monotonic)
+        if len(self._reports) + len(self._plans) > 2 * len(state.buffers):
             ids = {record.id for record in state.buffers.values()}
             self._reports = {id_: last for id_, last in self._reports.items() if id_ in ids}
+            self._plans = {id_: plans for id_, plans in self._plans.items() if id_ in ids}
 
     def tasks(self, state: State, server: str, now: Instant) -> list[pb.MirrorTask]:
         """Return which mirrors this server's relay must fill, and from which servers."""
@@ -84,15 +90,43 @@ class Mirrors:
 
     def _task(self, state: State, source: BufferRecord, mirror: BufferRecord, now: Instant) -> pb.MirrorTask:
         task = pb.MirrorTask(name=mirror.name, source=source.name, id=mirror.id)
-        relays = [each for each in state.mirrors(source) if self._is_alive(state, each, now)]
-        if mirror not in relays:
-            task.parents.add(end=1.0, name=source.name)
-            return task
+        plans = self._plans.get(source.id)
+        if plans is not None:
+            relays = [each for each in state.mirrors(source) if self._is_alive(state, each, now)]
+            self._decide(state, source, relays, plans, now)
+            plans.extend()
+            alive = {each.name for each in relays}
+            task.plans.extend(_plan_message(each, mirror.name, source.name, alive) for each in plans.plans)
+        return task
+
+    def _decide(
+        self, state: State, source: BufferRecord, relays: list[BufferRecord], plans: MirrorPlans, now: Instant
+    ) -> None:
+        """Make a new plan if relays came or went, or if it is much faster than the present one."""
+        if not relays or self._is_early(state, source, plans, now):
+            return
+        names = frozenset(each.name for each in relays)
+        seen = (names, [self._reports[each.id].report.version for each in relays])
+        if seen == plans.planned_for or (plans.plans and not plans.is_in_force):
+            return
+        plans.planned_for = seen
         rates = self._rates(state, [source, *relays])
         nodes = [_node(state, each, rates[each.name]) for each in (source, *relays)]
-        for end, name in parents_of(plan(nodes[0], nodes[1:]), mirror.name):
-            task.parents.add(end=end, name=name)
-        return task
+        trees = plan(nodes[0], nodes[1:])
+        latest: tuple[RelayTree, ...] = plans.plans[-1].trees if plans.plans else ()
+        if not latest or plans.plans[-1].relays != names or rate_of(trees, nodes) >= _FASTER * rate_of(latest, nodes):
+            plans.begin(trees)
+
+    def _is_early(self, state: State, source: BufferRecord, plans: MirrorPlans, now: Instant) -> bool:
+        """Return True while more relays may report soon: each plan holds for a version at least, so one for some of
+        them would delay the plan for all.
+        """
+        if not plans.plans and plans.number and now.monotonic - plans.since < SERVER_LEASE_S:
+            heard = state.mirrors(source)  # after a restart: which plans are in use?
+        else:
+            heard = [each for each in state.mirrors(source) if now.wall - each.created_at < _BEGINS_S]
+        servers = [each.segments[0].server for each in heard if each.id not in self._reports]
+        return any(state.alive(server, now) for server in servers)
 
     def _rates(self, state: State, buffers: list[BufferRecord]) -> dict[str, float]:
         """Return each buffer's sending rate: the sum of what all its readers measured. If no reader measured it, the
@@ -107,6 +141,13 @@ class Mirrors:
         known = [name for name in weights if measured.get(name, 0.0) > 0.0]
         unit = sum(measured[name] for name in known) / sum(weights[name] for name in known) if known else 1.0
         return {name: measured[name] if name in known else unit * weight for name, weight in weights.items()}
+
+
+def _plan_message(plan: MirrorPlan, mirror: str, source: str, alive: set[str]) -> pb.MirrorPlan:
+    message = pb.MirrorPlan(number=plan.number, first_version=plan.first_version, last_version=plan.last_version)
+    for end, name in plan.parents_of(mirror, source, alive):
+        message.parents.add(end=end, name=name)
+    return message
 
 
 def _node(state: State, record: BufferRecord, rate: float) -> TreeNode:

@@ -1,9 +1,10 @@
 """Which bytes of a version have arrived in a mirror, so that they can be passed on before all have arrived.
 
 Beside each mirror NAME.mirror.SERVER lies a small buffer of int64 words, NAME.mirror.SERVER.arrived: the version that
-arrives (or has arrived), its slot, and 16 words with a bit for each block, the lowest block first. A block is the
-smallest number of whole chunks with which the buffer has at most 1024 blocks. Each change of the words publishes a new
-version of them, which wakes waiting readers. Rules:
+arrives (or has arrived), its slot plus 256 times the number of the relay's plan for it (smb/relay/plans.py), and 16
+words with a bit for each block, the lowest block first. A block is the smallest number of whole chunks with which the
+buffer has at most 1024 blocks. Each change of the words publishes a new version of them, which wakes waiting readers.
+Rules:
 
 - the words name another version before the first byte of it is written into a slot;
 - a bit is set after its block was written.
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 SUFFIX = ".arrived"
 BLOCKS_MAX = 1024
 WORDS = 2 + BLOCKS_MAX // 64
+_SLOTS = 256  # more than a buffer has
 _GOLDEN = (5**0.5 - 1) / 2
 
 
@@ -73,25 +75,24 @@ class Blocks:
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """The blocks of one version that a mirror has, and the version's slot."""
+    """The blocks of one version that a mirror has, the version's slot, and the number of the plan that is followed."""
 
     version: int
     slot: int
     bits: int
+    plan: int = 0
 
     @staticmethod
     def of(words: np.ndarray[tuple[int], np.dtype[np.int64]]) -> Arrived:
         """Parse the words that `to_words` made."""
-        return Arrived(int(words[0]), int(words[1]), int.from_bytes(words[2:].tobytes(), "little"))
+        plan, slot = divmod(int(words[1]), _SLOTS)
+        return Arrived(int(words[0]), slot, int.from_bytes(words[2:].tobytes(), "little"), plan)
 
     def to_words(self) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
         words = np.zeros(WORDS, np.int64)
-        words[0], words[1] = self.version, self.slot
+        words[0], words[1] = self.version, self.slot + self.plan * _SLOTS
         words[2:] = np.frombuffer(self.bits.to_bytes(BLOCKS_MAX // 8, "little"), np.int64)
         return words
-
-    def has(self, block: int) -> bool:
-        return bool(self.bits >> block & 1)
 
 
 def bits_of(blocks: Iterable[int]) -> int:

@@ -24,6 +24,7 @@ from smb.errors import (
 from smb.relay import arrived
 from smb.relay.arrived import Arrived
 from smb.relay.fill import Fill
+from smb.relay.plans import Plans
 from smb.spi import versions_of
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ TURN_S = 3.0  # ttl of a publisher's turn: how long the next relay waits after a
 AGAIN_S = 0.5  # timeout of one wait for a change
 _RETRY_FIRST_S, _RETRY_MAX_S = 0.25, 1.0
 _LOOK_S = 1.0  # timeout of one wait, after which a stop is noticed
+_LATE_LOOK_S = 0.1  # how often to look for blocks that are late from other parents
 _RENEW_S = 1.0
 _THREADS = 2  # for each parent: one checks that its blocks are unchanged while the other reads
 
@@ -58,11 +60,11 @@ class VersionFinder(Protocol):
 class Filler:
     """Fills one mirror, one version at a time. `stop` ends the present fill."""
 
-    def __init__(self, client: Client, name: str, source: str) -> None:
+    def __init__(self, client: Client, name: str, source: str, plans: Plans) -> None:
         self.name = name
         self.source = source
+        self.plans = plans
         self.where: VersionFinder
-        self.parents: Sequence[tuple[float, str]] = ((1.0, source),)
         self.stopping = threading.Event()
         self.changed = threading.Condition()  # notified when `fill` changes
         self.fill: Fill | None = None
@@ -107,7 +109,7 @@ class Filler:
         """
         self.where, slot = where, publication.slot
         # Before the first byte is written: from here on no reader takes the overwritten slot for the former version.
-        words.publish(Arrived(fill.version, slot, 0).to_words(), ttl=TURN_S)
+        words.publish(Arrived(fill.version, slot, 0, fill.plan.number).to_words(), ttl=TURN_S)
         teller = threading.Thread(target=self._tell, args=(fill, words, slot), daemon=True)
         teller.start()
         try:
@@ -154,7 +156,7 @@ class Filler:
                 bits, active = fill.bits, fill.active
             if bits != shown:
                 try:
-                    words.publish(Arrived(fill.version, slot, bits).to_words(), ttl=TURN_S)
+                    words.publish(Arrived(fill.version, slot, bits, fill.plan.number).to_words(), ttl=TURN_S)
                 except Error as error:
                     fill.fail(error)
                 shown = bits
@@ -207,10 +209,10 @@ class _Feeder:
         where = self._filler.where
         slot = where.find(buffer, fill.version)
         while fill.wants(self._parent):
-            blocks = fill.take(self._parent, lambda _: True, fill.at_once)
+            blocks = fill.take(self._parent, fill.all_bits, fill.at_once)
             if not blocks:
                 with fill.changed:
-                    fill.changed.wait(AGAIN_S)
+                    fill.changed.wait(_LATE_LOOK_S)
                 continue
             if slot >= 0:
                 self._read(buffer, slot, fill, blocks)
@@ -228,12 +230,12 @@ class _Feeder:
         seen = self._words.version
         has = arrived.look(self._words)
         while fill.wants(self._parent):
-            slot = has.slot
-            blocks = fill.take(self._parent, has.has, fill.at_once) if has.version == fill.version else []
-            if not blocks and has.version > fill.version:  # the parent has a later version, and may still have this one
-                slot = where.find(buffer, fill.version)
-                if slot >= 0:
-                    blocks = fill.take(self._parent, lambda _: True, fill.at_once)
+            slot, bits, comes = has.slot, has.bits, has.plan in (0, fill.plan.number)
+            if has.version != fill.version:
+                # A parent with a later version may still have this one.
+                slot = where.find(buffer, fill.version) if has.version > fill.version else -1
+                bits, comes = (fill.all_bits, True) if slot >= 0 else (0, False)
+            blocks = fill.take(self._parent, bits, fill.at_once, comes=comes)
             if not blocks:
                 try:
                     seen = self._words.wait(seen + 1, timeout=AGAIN_S)
@@ -261,6 +263,7 @@ class _Feeder:
                 start, nbytes = fill.blocks.range(block)
                 there = memory_of(self._memory[at * size :])
                 versions_of(buffer).read_from(slot, start // itemsize, nbytes // itemsize, there)
+                fill.moved(self._parent, blocks)
 
     def _put(self, fill: Fill, publication: Publication, blocks: Sequence[int]) -> None:
         for at, block in enumerate(blocks):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from smb.engine import memory_of
@@ -23,6 +23,7 @@ from smb.relay import arrived
 from smb.relay.arrived import Blocks
 from smb.relay.fill import Fill
 from smb.relay.filler import TURN_S, Filler, retries
+from smb.relay.plans import Plans
 from smb.relay.publication_log import LogEntry, PublicationLog, next_of
 from smb.spi import versions_of
 
@@ -40,10 +41,13 @@ _log = logging.getLogger("smb")
 class Relay:
     """Keeps one mirror filled until `stop`."""
 
-    def __init__(self, client: Client, server: str, name: str, source: str) -> None:
+    def __init__(
+        self, client: Client, server: str, name: str, source: str, ask: Callable[[], None] = lambda: None
+    ) -> None:
+        """Start. `ask` is called when a plan is wanted."""
         self.name = name
         self.version = 0  # the last version that has arrived completely
-        self._filler = Filler(client, name, source)
+        self._filler = Filler(client, name, source, Plans(source, ask))
         self._tail: _VersionTail | _LogTail | None = None
         self._nbytes = 0
         self._client = client
@@ -56,9 +60,10 @@ class Relay:
         """Begin no other version, and abandon the present one."""
         self._filler.stop()
 
-    def plan(self, parents: Sequence[tuple[float, str]]) -> None:
-        """Take the next version from these parents."""
-        self._filler.parents = parents
+    @property
+    def plans(self) -> Plans:
+        """Which parents to take which versions from."""
+        return self._filler.plans
 
     @property
     def published(self) -> int:
@@ -103,6 +108,7 @@ class Relay:
             except DeadlineError:
                 continue
             tail.published = latest
+            self._filler.plans.wait(latest, self._filler.stopping)
             try:
                 self._take(mirror, tail, latest)
                 self._backoff = retries()
@@ -145,7 +151,8 @@ class _VersionTail:
     def bring(self, _: int, version: int, publication: Publication) -> int:
         """Bring the version into the mirror and return its number; 0 if that was stopped."""
         source = self._source
-        fill = Fill(Blocks.of(source), version, source.name, self._filler.parents)
+        plan = self._filler.plans.of(version)
+        fill = Fill(Blocks.of(source), version, source.name, plan)
         with source.pin(version, ttl=TURN_S) as pin:
 
             def renew() -> None:
@@ -192,7 +199,8 @@ class _LogTail:
             raise NotFoundError(f"generation {latest} of {source.name!r} was overwritten before it had arrived")
         if entry.nbytes:
             self._latest, self._entry = latest, entry
-            fill = Fill(log.blocks(entry), entry.generation, source.name, self._filler.parents)
+            plan = self._filler.plans.of(entry.generation)
+            fill = Fill(log.blocks(entry), entry.generation, source.name, plan)
             if not self._filler.bring(fill, self, publication, self._words, publication.renew):
                 return 0
         words = entry.to_words()

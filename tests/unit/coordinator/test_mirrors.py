@@ -17,6 +17,7 @@ from smb.coordinator.events import (
     Instant,
     ServerRenewed,
 )
+from smb.coordinator.mirror_plans import PACE_S
 from smb.coordinator.mirrors import Mirrors
 from smb.coordinator.records import BufferRecord, ServerRecord
 from smb.coordinator.state import SERVER_LEASE_S, State
@@ -59,10 +60,18 @@ def cluster() -> Cluster:
 
 
 def report(
-    mirrors: Mirrors, cluster: Cluster, server: str, at: Instant = NOW, published: int = 6, **feeds: float
+    mirrors: Mirrors,
+    cluster: Cluster,
+    server: str,
+    at: Instant = NOW,
+    published: int = 6,
+    version: int = 4,
+    plan: tuple[int, int] = (0, 0),
+    **feeds: float,
 ) -> None:
     names = {"source": "p"} | {each: f"p.mirror.{each}" for each in SERVERS}
-    told = pb.MirrorReport(name=f"p.mirror.{server}", version=4, published=published)
+    told = pb.MirrorReport(name=f"p.mirror.{server}", version=version, published=published)
+    told.plan_number, told.plan_last_version = plan
     told.feeds.extend(pb.Feed(name=names[name], bytes_per_s=rate) for name, rate in feeds.items())
     mirrors.record(cluster.state, server, pb.RenewServerRequest(name=server, mirrors=[told]), at)
 
@@ -72,7 +81,7 @@ def shares(mirrors: Mirrors, cluster: Cluster, server: str, now: Instant = NOW) 
     assert (task.name, task.source) == (f"p.mirror.{server}", "p")
     found: dict[str, float] = {}
     before = 0.0
-    for parent in task.parents:
+    for parent in task.plans[-1].parents:
         name = parent.name.removeprefix("p.mirror.")
         found[name] = found.get(name, 0.0) + parent.end - before
         before = parent.end
@@ -111,11 +120,16 @@ def test_what_can_have_no_mirror(cluster: Cluster) -> None:
         cluster.mirror("s1")
 
 
-def test_until_relays_report_all_comes_from_the_source(cluster: Cluster) -> None:
+def ranges(mirrors: Mirrors, cluster: Cluster, server: str, now: Instant = NOW) -> list[tuple[int, int, int]]:
+    (task,) = mirrors.tasks(cluster.state, server, now)
+    return [(plan.number, plan.first_version, plan.last_version) for plan in task.plans]
+
+
+def test_until_relays_report_there_is_no_plan(cluster: Cluster) -> None:
     mirrors = Mirrors()
     for server in ("s1", "s2", "s3"):
         cluster.mirror(server)
-    assert shares(mirrors, cluster, "s1") == {"p": 1.0}
+    assert ranges(mirrors, cluster, "s1") == []
     assert mirrors.tasks(cluster.state, "s0", NOW) == []
     told = mirrors.messages(cluster.state, cluster.state.buffers["p"], NOW)
     assert all(each.alive for each in told)  # they have just begun
@@ -137,6 +151,86 @@ def test_those_that_report_feed_each_other_and_a_silent_one_feeds_nobody(cluster
     cluster.state, _ = step(cluster.state, ServerRenewed("s2", 1, 0), later)
     assert shares(mirrors, cluster, "s1", after).keys() == {"p", "s2"}
     assert shares(mirrors, cluster, "s3", after) == {"p": 1.0}
+
+
+def test_the_first_plan_waits_for_all_that_may_report(cluster: Cluster) -> None:
+    """A plan holds for a version at least, so one for a part of the relays would delay the plan for all."""
+    mirrors = Mirrors()
+    for server in ("s1", "s2"):
+        cluster.mirror(server)
+    report(mirrors, cluster, "s1")
+    assert ranges(mirrors, cluster, "s1") == []
+    assert ranges(mirrors, cluster, "s1", replace(NOW, wall=NOW.wall + 20)) == [(1, 0, 7)]
+    mirrors = Mirrors()
+    report(mirrors, cluster, "s1")
+    report(mirrors, cluster, "s2")
+    assert ranges(mirrors, cluster, "s2") == [(1, 0, 7)]
+
+
+def test_a_plan_holds_for_what_is_published_until_servers_hear_of_it(cluster: Cluster) -> None:
+    mirrors = Mirrors()
+    for server in ("s1", "s2"):
+        cluster.mirror(server)
+        report(mirrors, cluster, server)
+    assert ranges(mirrors, cluster, "s1") == [(1, 0, 7)]
+    soon = replace(NOW, monotonic=NOW.monotonic + PACE_S)
+    report(mirrors, cluster, "s1", soon, published=16)  # ten versions in that time, and so in the next
+    assert ranges(mirrors, cluster, "s2", soon) == [(1, 0, 27)]
+
+
+def test_a_new_plan_begins_after_the_versions_of_the_present_one(cluster: Cluster) -> None:
+    mirrors = Mirrors()
+    for server in ("s1", "s2"):
+        cluster.mirror(server)
+        report(mirrors, cluster, server)
+    assert ranges(mirrors, cluster, "s1") == [(1, 0, 7)]
+    cluster.mirror("s3")
+    assert ranges(mirrors, cluster, "s3") == [(1, 0, 7)]  # its relay begins, and takes all from the source
+    assert shares(mirrors, cluster, "s3") == {"p": 1.0}
+    report(mirrors, cluster, "s3")
+    for server in ("s1", "s2", "s3"):
+        assert ranges(mirrors, cluster, server) == [(1, 0, 7), (2, 8, 8)]
+    report(mirrors, cluster, "s3", version=7, published=7, s1=1.0)
+    assert ranges(mirrors, cluster, "s3") == [(1, 0, 7), (2, 8, 9)]  # not yet in force, so it is not replaced
+
+
+@pytest.mark.parametrize(("rate", "number"), [(46.0, 1), (40.0, 2)])
+def test_a_new_plan_must_be_much_faster(cluster: Cluster, rate: float, number: int) -> None:
+    mirrors = Mirrors()
+    for server in ("s1", "s2"):
+        cluster.mirror(server)
+        report(mirrors, cluster, server, source=50.0)
+    assert ranges(mirrors, cluster, "s1")[-1][0] == 1
+    report(mirrors, cluster, "s1", version=5, source=50.0, s2=95.0)
+    report(mirrors, cluster, "s2", version=5, source=50.0, s1=rate)
+    assert ranges(mirrors, cluster, "s1")[-1][0] == number
+
+
+def test_a_dead_parent_is_skipped_within_the_plan(cluster: Cluster) -> None:
+    mirrors = Mirrors()
+    for server in ("s1", "s2", "s3"):
+        cluster.mirror(server)
+        report(mirrors, cluster, server)
+    assert shares(mirrors, cluster, "s1").keys() == {"p", "s2", "s3"}
+    later = replace(NOW, monotonic=NOW.monotonic + SERVER_LEASE_S - 1)
+    for server in ("s1", "s2"):
+        cluster.state, _ = step(cluster.state, ServerRenewed(server, 1, 0), later)
+        report(mirrors, cluster, server, later)
+    after = replace(NOW, monotonic=NOW.monotonic + SERVER_LEASE_S + 1)
+    (task,) = mirrors.tasks(cluster.state, "s1", after)
+    assert [plan.number for plan in task.plans] == [1, 2]
+    assert {parent.name for parent in task.plans[0].parents} == {"p", "p.mirror.s2"}
+
+
+def test_a_restarted_coordinator_goes_on_after_the_plans_in_use(cluster: Cluster) -> None:
+    mirrors = Mirrors()
+    for server in ("s1", "s2"):
+        cluster.mirror(server)
+    old = replace(NOW, wall=NOW.wall + 60)
+    report(mirrors, cluster, "s1", old, plan=(7, 9))
+    assert ranges(mirrors, cluster, "s1", old) == []  # the relay of s2 may have a later one
+    report(mirrors, cluster, "s2", old, plan=(8, 11))
+    assert ranges(mirrors, cluster, "s1", old) == [(9, 12, 12)]
 
 
 def test_what_is_published_is_what_any_mirror_heard_last(cluster: Cluster) -> None:

@@ -1,4 +1,4 @@
-"""A version on its way: every block comes once, from its parent, and from the source where the parent gives nothing."""
+"""A version on its way: each block comes once, from its parent, and from others where the parent is late with it."""
 
 from __future__ import annotations
 
@@ -10,16 +10,36 @@ import pytest
 
 from smb.relay import fill as module
 from smb.relay.arrived import Blocks
-from smb.relay.fill import Fill
+from smb.relay.fill import STALL_S, UNSURE_S, Fill
 from smb.relay.filler import Filler
+from smb.relay.plans import Plan, Plans
 
 BLOCKS = Blocks(100 * 10 - 3, 10)
-HALVES = ((0.5, "peer"), (1.0, "source"))
+ALL = 2**100 - 1
 
 
-def take_all(fill: Fill, parent: str, bits: int = -1) -> list[int]:
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(module, "time", clock)
+    return clock
+
+
+def filled(*parents: tuple[float, str]) -> Fill:
+    return Fill(BLOCKS, 1, "source", Plan(1, 0, 9, parents or ((0.5, "peer"), (1.0, "source"))))
+
+
+def take_all(fill: Fill, parent: str, bits: int = ALL, *, comes: bool = True) -> list[int]:
     found = []
-    while blocks := fill.take(parent, lambda each: bool(bits >> each & 1), 3):
+    while blocks := fill.take(parent, bits, 3, comes=comes):
         found += blocks
     return found
 
@@ -29,8 +49,8 @@ def put(fill: Fill, blocks: list[int], parent: str) -> None:
         assert fill.put(block, parent, lambda: None)
 
 
-def test_every_block_is_taken_once_by_whom_the_plan_says() -> None:
-    fill = Fill(BLOCKS, 1, "source", HALVES)
+def test_each_block_is_taken_once_and_from_the_parent_of_the_plan() -> None:
+    fill = filled()
     peers, sources = take_all(fill, "peer"), take_all(fill, "source")
     assert sorted(peers + sources) == list(range(100))
     assert 48 <= len(peers) <= 52
@@ -40,11 +60,11 @@ def test_every_block_is_taken_once_by_whom_the_plan_says() -> None:
     put(fill, sources, "source")
     assert fill.done
     assert not fill.active
-    assert fill.bits == 2**100 - 1
+    assert fill.bits == ALL
 
 
-def test_what_a_parent_does_not_have_is_not_taken_from_it() -> None:
-    fill = Fill(BLOCKS, 1, "source", HALVES)
+def test_a_block_that_a_parent_does_not_have_is_not_taken_from_it() -> None:
+    fill = filled()
     assert take_all(fill, "peer", bits=0) == []
     some = take_all(fill, "peer", bits=2**50 - 1)
     assert some
@@ -53,46 +73,111 @@ def test_what_a_parent_does_not_have_is_not_taken_from_it() -> None:
     assert take_all(fill, "peer", bits=2**50 - 1) == [some[0]]
 
 
-def test_a_broken_parents_blocks_come_from_the_source() -> None:
-    fill = Fill(BLOCKS, 1, "source", HALVES)
+def test_the_blocks_of_a_broken_parent_come_from_the_source() -> None:
+    fill = filled()
     taken = take_all(fill, "peer", bits=2**20 - 1)
     fill.broke("peer")
     sources = take_all(fill, "source")
     assert sorted(sources) == list(range(100))
     put(fill, sources, "source")
     assert fill.done
-    assert not fill.put(taken[0], "peer", lambda: pytest.fail("it is there"))
+    assert not fill.put(taken[0], "peer", lambda: pytest.fail("the block is there"))
 
 
-def test_a_parent_that_gives_nothing_is_left_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 1000.0
-    monkeypatch.setattr(module.time, "monotonic", lambda: now)
-    fill = Fill(BLOCKS, 1, "source", HALVES)
-    sources = take_all(fill, "source")
-    put(fill, sources, "source")
-    taken = take_all(fill, "peer", bits=2**10 - 1)  # and there it hangs
-    now += module.STALL_S / 2
+def test_a_parent_that_answers_nothing_is_left_after_a_while(clock: Clock) -> None:
+    fill = filled()
+    put(fill, take_all(fill, "source"), "source")
+    taken = take_all(fill, "peer", bits=2**10 - 1)
+    clock.now += STALL_S / 2
     assert take_all(fill, "source") == []
-    put(fill, taken[:1], "peer")
-    now += module.STALL_S * 0.75
+    fill.moved("peer", taken)  # a part of the answer, and there it hangs
+    clock.now += STALL_S * 0.75
     assert take_all(fill, "source") == []
-    now += module.STALL_S / 2
+    clock.now += STALL_S / 2
     put(fill, take_all(fill, "source"), "source")
     assert fill.done
 
 
+def test_one_hanging_call_delays_its_own_blocks_only(clock: Clock) -> None:
+    """The other thread of that parent goes on, and must not give the hanging call more time."""
+    fill = filled()
+    put(fill, take_all(fill, "source"), "source")
+    hanging = fill.take("peer", ALL, 3)
+    for _ in range(4):
+        clock.now += STALL_S / 3
+        put(fill, fill.take("peer", ALL, 2), "peer")
+    assert take_all(fill, "source") == hanging
+
+
+def test_a_parent_with_nothing_new_is_left_for_what_it_lacks(clock: Clock) -> None:
+    fill = filled()
+    put(fill, take_all(fill, "source"), "source")
+    for bits in (2**10 - 1, 2**20 - 1):
+        clock.now += STALL_S * 0.75
+        put(fill, take_all(fill, "peer", bits), "peer")
+        assert take_all(fill, "source") == []
+    clock.now += STALL_S * 1.25
+    assert take_all(fill, "peer", 2**20 - 1) == []
+    put(fill, take_all(fill, "source"), "source")
+    assert fill.done
+
+
+@pytest.mark.parametrize("begun", [0, 2**50 - 1])
+def test_what_a_parent_of_another_plan_lacks_is_taken_from_the_source_soon(clock: Clock, begun: int) -> None:
+    """It may wait for this relay. So may a parent that has not begun the version."""
+    fill = filled()
+    put(fill, take_all(fill, "source"), "source")
+    put(fill, take_all(fill, "peer", begun, comes=False), "peer")
+    clock.now += UNSURE_S * 0.75
+    assert take_all(fill, "source") == []
+    clock.now += UNSURE_S / 2
+    assert take_all(fill, "peer", begun, comes=False) == []
+    sources = take_all(fill, "source")
+    assert sources
+    assert all(begun >> block & 1 == 0 for block in sources)
+    put(fill, sources, "source")
+    assert fill.done
+
+
+def test_a_parent_that_begins_late_gives_the_rest(clock: Clock) -> None:
+    fill = filled()
+    assert take_all(fill, "peer", 0, comes=False) == []
+    put(fill, take_all(fill, "source"), "source")
+    clock.now += UNSURE_S * 1.25
+    (block,) = fill.take("source", ALL)
+    assert fill.take("peer", 0) == []  # it has begun
+    assert fill.take("source", ALL) == []
+    rest = take_all(fill, "peer")
+    assert block not in rest
+    put(fill, [block], "source")
+    put(fill, rest, "peer")
+    assert fill.done
+
+
+def test_late_blocks_come_from_any_parent_that_has_them(clock: Clock) -> None:
+    fill = filled((0.5, "peer"), (1.0, "other"))
+    others = take_all(fill, "other", bits=ALL)
+    put(fill, others[1:], "other")
+    fill.broke("peer")
+    missing = ALL & ~fill.bits & ~(1 << others[0])
+    some = missing & -missing
+    assert take_all(fill, "other", some) == [some.bit_length() - 1]
+    clock.now += STALL_S * 1.25
+    assert others[0] in take_all(fill, "peer")  # the call at the other parent hangs
+
+
 def test_nothing_is_written_after_the_end() -> None:
-    fill = Fill(BLOCKS, 1, "source", HALVES)
-    (block,) = fill.take("source", lambda _: True)
+    fill = filled()
+    (block,) = fill.take("source", ALL)
     fill.end()
-    assert not fill.put(block, "source", lambda: pytest.fail("it has ended"))
-    assert fill.take("source", lambda _: True) == []
+    assert not fill.put(block, "source", lambda: pytest.fail("the fill has ended"))
+    assert fill.take("source", ALL) == []
 
 
 def test_rates_outlast_a_delta_without_changes() -> None:
     """Nothing came, so nothing is known anew; of a parent that gave nothing of what came nothing is known any more."""
     client: Any = None
-    filler = Filler(client, "mirror", "source")
+    filler = Filler(client, "mirror", "source", Plans("source"))
     for measured, told in (
         ({"source": 4.0, "b": 1.0}, {"source": 4.0, "b": 1.0}),
         ({}, {"source": 4.0, "b": 1.0}),
