@@ -7,8 +7,10 @@ reach R: in tree i the source feeds relay i, which feeds all other relays, with 
 rest of the source's link feeds all relays directly. This is Blink's packing of trees (Wang et al. 2020), applied to
 servers.
 
-With zones (sites) the same is done at two levels: between zones each zone is like one relay, and within a zone each
-byte arrives at one relay, which feeds the others. So each byte enters a zone once.
+With zones (sites) the same is done at two levels: between zones each zone is like one relay, also the source's own
+zone, and within a zone each byte arrives at one relay, which feeds the others. So each byte enters a zone once, and
+leaves the source once if relays are fast enough. If the relays in the source's zone are slow, the source feeds them
+directly.
 """
 
 from __future__ import annotations
@@ -44,23 +46,39 @@ def plan(source: TreeNode, relays: Sequence[TreeNode]) -> tuple[RelayTree, ...]:
     zones: dict[str, list[TreeNode]] = {}
     for relay in relays:
         zones.setdefault(relay.zone, []).append(relay)
-    near = zones.pop(source.zone, [])
-    home = _cuts(_shares(source.rate, near))
+    near = zones.get(source.zone, [])
+    direct = _shares(source.rate, near)
+    if len(near) == len(relays):
+        return _trees(source, zones, _cuts({source.zone: 1.0}), {source.zone: _cuts(direct)})
     between = _cuts(_shares(source.rate, [TreeNode(zone, sum(r.rate for r in zones[zone])) for zone in zones]))
     # Each byte enters a zone through one relay; faster relays take more of the bytes.
     entries = {zone: _cuts({relay.name: relay.rate for relay in members}) for zone, members in zones.items()}
-    ends = {end for end, _ in home}
+    found = _trees(source, zones, between, entries)
+    if len(near) > 1 and None in direct:
+        nodes = [source, *relays]
+        other = _trees(source, zones, between, entries | {source.zone: _cuts(direct)})
+        found = max(found, other, key=lambda trees: rate_of(trees, nodes))
+    return found
+
+
+def _trees(
+    source: TreeNode, zones: Mapping[str, Sequence[TreeNode]], between: _Cuts, entries: Mapping[str, _Cuts]
+) -> tuple[RelayTree, ...]:
+    """Return the trees, by the zone in which each byte arrives first and the relay through which it enters a zone."""
+    ends = {0.0}
     for low, high in pairwise((0.0, *(end for end, _ in between))):
         ends |= {low + (high - low) * end for cuts in entries.values() for end, _ in cuts} | {high}
     trees: list[RelayTree] = []
-    for low, high in pairwise(sorted({0.0, *ends})):
+    for low, high in pairwise(sorted(ends)):
         if high - low > 1e-9:
             middle = (low + high) / 2
-            parents = _star(source.name, near, _at(home, middle))
             first, within = _at(between, middle), _within(between, middle)
-            gates = {zone: str(_at(cuts, within)) for zone, cuts in entries.items()}
+            gates = {zone: _at(cuts, within) for zone, cuts in entries.items()}
+            parents: dict[str, str] = {}
             for zone, members in zones.items():
-                feeder = source.name if first is None or first == zone else gates[first]
+                # The gate is None only in the source's own zone.
+                is_direct = first is None or first == zone or gates[zone] is None
+                feeder = source.name if is_direct else gates[str(first)] or source.name
                 parents |= _star(feeder, members, gates[zone])
             trees.append(RelayTree(high - low, parents))
     return _joined(trees)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -102,6 +103,21 @@ def test_equal_zones_leave_the_sources_zone_once() -> None:
     relays = [TreeNode(f"r{i}", 1.0, f"z{1 + i % 2}") for i in range(8)]
     trees = plan(TreeNode(SOURCE, 1.0, "z0"), relays)
     assert all(list(tree.parents.values()).count(SOURCE) == 1 for tree in trees)
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_each_byte_leaves_the_source_once_if_relays_are_fast(seed: int) -> None:
+    """Also if some relays are in the source's zone: they do not read it once more."""
+    source, relays = drawn(seed, 2 + seed % 14, zones=1 + seed % 5)
+    relays = [replace(relay, rate=relay.rate + source.rate * len(relays)) for relay in relays]
+    for tree in plan(source, relays):
+        assert list(tree.parents.values()).count(SOURCE) == 1
+
+
+def test_slow_relays_beside_the_source_are_fed_by_it() -> None:
+    relays = [*(TreeNode(f"near{i}", 1.0, "z0") for i in range(4)), TreeNode("far", 1.0, "z1")]
+    source = TreeNode(SOURCE, 12.0, "z0")
+    assert rate_of(plan(source, relays), [source, *relays]) > 2.0  # through each other it would be 4 / 3
 
 
 def test_uplinks_of_one_two_and_four_bring_in_as_much_each() -> None:
