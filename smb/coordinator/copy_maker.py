@@ -19,9 +19,9 @@ from dataclasses import replace
 from smb.coordinator.bundles import Bundles, bundle_of
 from smb.coordinator.commit_log import CommitLog, Committed
 from smb.coordinator.draining import BOUND
-from smb.coordinator.events import CopyBegun, CopyDropped, MoveAllowed, ServerCounted
+from smb.coordinator.events import CopyBegun, CopyDropped, MoveAllowed, ServerCounted, ServerSuspected
 from smb.coordinator.memserver_client import MemoryServers
-from smb.coordinator.messages import replica_message
+from smb.coordinator.messages import replica_message, replica_messages
 from smb.coordinator.placement import Pool
 from smb.coordinator.rebalance import Move
 from smb.coordinator.records import BufferRecord, ServerRecord
@@ -191,9 +191,25 @@ class CopyMaker:
             self._pause(wish, asked, CONFIRM_PAUSE_S, error)
             return
         failpoint("coordinator.move.dropped")
-        await self._tell_roles((segment.id,), (wish.source,))
-        await self._drop(committed)
+        await self._drop_left(wish, committed)
         self.look_now()
+
+    async def _drop_left(self, wish: Wish, committed: Committed) -> None:
+        """Tell the source its new roles, and drop the copies that leave once the source has confirmed these roles. It
+        may have been lost while the change was stored. Then the copies stay where they are, and that server registers
+        again.
+        """
+        state, members = committed.state, {member.id for _, member in wish.members} | {wish.segment.id}
+        messages = replica_messages(state, [each for each in state.copies(wish.source) if each.segment_id in members])
+        for message in messages:
+            message.confirm = True
+        try:
+            await self._servers.take_roles(state.servers[wish.source], messages)
+        except Error as error:
+            _log.warning("a segment of %s stays on %s for now: %s", wish.record.title, wish.leaving, error)
+            await self._commit_log.commit(ServerSuspected(wish.leaving))
+        else:
+            await self._drop(committed)
 
     def _pause(self, wish: Wish, asked: str, pause_s: float, error: Error) -> None:
         """Ask this server for no copies for a while."""
@@ -248,8 +264,10 @@ class CopyMaker:
         finally:
             self._making -= making
         failpoint("coordinator.copy.begun")
-        await self._tell_roles((wish.segment.id,), (wish.source,))
-        await self._drop(committed)
+        if wish.leaving:
+            await self._drop_left(wish, committed)
+        else:
+            await self._tell_roles((wish.segment.id,), (wish.source,))
 
     async def _give_room_back(self, wish: Wish, target: ServerRecord, epoch: int) -> None:
         """Drop the room for a copy that did not begin. A server that cannot be reached reports it later."""

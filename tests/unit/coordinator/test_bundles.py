@@ -401,12 +401,15 @@ def test_what_was_made_for_other_roles_is_taken_back(cluster: Cluster) -> None:
     assert place(cluster) == ("a", "", 2, "")
 
 
-def test_a_target_is_given_all_and_the_copy_that_stays_is_asked_for_all(cluster: Cluster) -> None:
-    """In this order: confirmed, and then as for one: made, yielded, confirmed, stored, told."""
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_target_is_given_all_and_the_copy_that_stays_is_asked_for_all(cluster: Cluster, lost: bool) -> None:
+    """In this order: confirmed, and then as for one: made, yielded, confirmed, stored, confirmed in its new role. If the
+    copy that stays was lost while the change was stored, the other one is not dropped.
+    """
     made(cluster)
     cluster.do(ServerDrained("a"))
     asked: list[tuple[str, str, int, int]] = []
-    told: list[tuple[tuple[int, ...], tuple[str, ...]]] = []
+    dropped: list[object] = []
 
     async def create(at: Any, record: Any, one: SegmentRecord, floor: int, replica: pb.Replica, _: object) -> int:
         asked.append(("make", at.name, one.id, one.group))
@@ -416,23 +419,26 @@ def test_a_target_is_given_all_and_the_copy_that_stays_is_asked_for_all(cluster:
     async def take_roles(at: Any, replicas: Any) -> frozenset[int]:
         assert all(each.confirm for each in replicas)
         asked.extend(("yield" if each.yields else "ask", at.name, each.segment_id, 0) for each in replicas)
+        if lost and replicas[0].epoch == 2:
+            raise errors.UnavailableError("b has no such role")
         return frozenset()
 
     async def commit(event: Any) -> Any:
         cluster.do(event)
         return SimpleNamespace(effects=cluster.effects, state=cluster.state)
 
-    async def tell(numbers: tuple[int, ...], names: tuple[str, ...]) -> None:
-        told.append((numbers, names))
+    async def tell(*_: Any) -> None:
+        raise AssertionError("told without being asked")
 
-    async def drop(_: Any) -> None:
-        pass
+    async def drop(committed: Any) -> None:
+        dropped.extend(each for each in committed.effects if isinstance(each, DropSegments))
 
     commit_log: Any = SimpleNamespace(state=cluster.state, now=lambda: cluster.now, commit=commit)
     servers: Any = SimpleNamespace(create=create, take_roles=take_roles)
     asyncio.run(CopyMaker(commit_log, servers, tell, drop).begin())
-    assert [what for what, *_ in asked] == ["ask"] * 3 + ["make"] * 3 + ["yield"] * 3 + ["ask"] * 3
+    assert [what for what, *_ in asked] == ["ask"] * 3 + ["make"] * 3 + ["yield"] * 3 + ["ask"] * 6
     assert {number for _, _, number, _ in asked} == ids(cluster)
     assert {group for what, _, _, group in asked if what == "make"} == {segment(cluster).group}
     assert place(cluster)[:3] == ("b", "", 2)
-    assert [names for _, names in told] == [("b",)]
+    assert len(dropped) == (not lost)
+    assert cluster.state.suspected == ({"a"} if lost else set())
