@@ -222,11 +222,19 @@ async def power_lost(world: World, step: Step) -> None:
     await _without_coordinators(world, step, lambda: world.put_back(world.lose_power()))
 
 
-@fault(1)
+# Changes after which a backup shows only their beginning.
+BEGINNINGS = ("BufferWanted", "BufferWanted", "CopyBegun", "CopiesEnded", "ServerReturned")
+
+
+@fault(2)
 async def backup_restored(world: World, step: Step) -> None:
-    """A backup of the store is made, and put back later."""
+    """A backup of the store is made, perhaps within a change of many steps, and put back: at once, or later."""
+    rng, later_s = step.rng(), 2.0 + step.lasts
+    if rng.random() < 0.6:
+        later_s = rng.choice((rng.random() * 0.02, rng.random(), later_s))
+        await world.until_stored(rng.choice(BEGINNINGS), within_s=6.0)
     backup, made_at = world.store.backup(), world.loop.time()
-    await asyncio.sleep(2.0 + step.lasts)
+    await asyncio.sleep(later_s)
 
     def restore() -> None:
         world.store.restore(backup)
@@ -267,7 +275,7 @@ async def server_alone(world: World, step: Step) -> None:
     others = [other for other in (*world.hosts, *world.coordinator_names) if other != name]
     cuts = {(name, other) for other in others} | {(other, name) for other in others}
     world.network.cuts |= cuts
-    await asyncio.sleep(step.rng().choice((step.lasts, 4.0 + step.lasts)))
+    await asyncio.sleep(step.rng().choice((step.lasts, 6.5 + step.lasts)))
     world.network.cuts -= cuts
 
 

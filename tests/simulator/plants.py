@@ -6,7 +6,7 @@ A plant is a generator of (object, attribute, what to put there); README.md says
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -17,14 +17,21 @@ from memserver.replication import Replication
 from smb.coordinator import commit_log, steps
 from smb.coordinator.copy_maker import CopyMaker
 from smb.coordinator.drop_rules import ground_to_drop
-from smb.coordinator.events import BufferMade, Instant, MoveAllowed, ServerCounted, ServerRegistered
+from smb.coordinator.events import (
+    BufferMade,
+    EraseBuffer,
+    Instant,
+    MoveAllowed,
+    Restarted,
+    ServerCounted,
+    ServerRegistered,
+)
 from smb.coordinator.memserver_client import RunLiveness
-from smb.coordinator.records import BufferRecord
 from smb.coordinator.role_changes import RoleChanges
 from smb.coordinator.segment_maker import SegmentMaker
 from smb.coordinator.service import CoordinatorService
-from smb.coordinator.state import State, Step, remove
-from smb.coordinator.steps import copies, creation, names, servers, ticks, unexplained
+from smb.coordinator.state import State, Step, delete
+from smb.coordinator.steps import copies, creation, names, servers, unexplained
 from smb.errors import NotFoundError
 from tests.simulator.engine import Engine
 
@@ -230,12 +237,16 @@ def member_of_no_record() -> Replaced:
 def half_made_by_the_records() -> Replaced:
     """A buffer is taken back if the records show it as half made, though they may be older than its servers."""
 
-    def take_back(state: State, pending: Iterable[BufferRecord]) -> State:
-        for record in pending:
-            state = remove(state, record)
-        return state
+    restarted = steps._STEPS[Restarted]
 
-    yield ticks, "interrupted", take_back
+    def step(state: State, event: Restarted, now: Instant) -> Step:
+        state, effects = restarted(state, event, now)
+        for record in [each for each in state.buffers.values() if each.id in state.interrupted]:
+            state = delete(state, record)
+            effects = (*effects, EraseBuffer(record.key))
+        return state, effects
+
+    yield steps, "_STEPS", {**steps._STEPS, Restarted: step}
 
 
 @plant

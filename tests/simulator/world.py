@@ -130,6 +130,7 @@ class World:
         self._alone_since: dict[int, float] = {}
         self._ghosts_since: dict[tuple[str, int], float] = {}
         self.strikes: list[Callable[[str, str, str], bool]] = []  # are asked about each message; true: they are over
+        self._awaited: list[tuple[str, asyncio.Future[None]]] = []  # kinds of events, and who waits for them
 
     # ---- what is told
 
@@ -268,8 +269,18 @@ class World:
         """It is about to be closed."""
         self._locks = {name: held for name, held in self._locks.items() if held[1] != session}
 
+    async def until_stored(self, kind: str, within_s: float) -> None:
+        """Wait until a coordinator stores an event of that kind, for at most so long."""
+        stored: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._awaited.append((kind, stored))
+        await asyncio.wait({stored}, timeout=within_s)
+
     def saw_commit(self, event: Event, before: State, committed: Committed, owes: bool) -> None:
         """A coordinator has stored an event; or it `owes` some of it to a store that is full."""
+        for awaited in [each for each in self._awaited if each[0] == type(event).__name__]:
+            self._awaited.remove(awaited)
+            if not awaited[1].done():
+                awaited[1].set_result(None)
         self._sum = checksum(type(event).__name__.encode(), self._sum)
         if committed.state.buffers is not before.buffers:
             invariants.check(self, "commit", committed.state)
