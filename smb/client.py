@@ -657,6 +657,7 @@ class Client:
                 info.layout.segments[0],
                 info.layout.epoch,
                 locate,
+                name=name,
                 named=True,
             )
             with self._lock:

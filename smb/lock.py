@@ -13,6 +13,7 @@ from smb.call.lock_renewals import Renewals
 from smb.call.sync_requests import (
     USER_LOCK,
     Home,
+    Obstacle,
     SegmentMovedError,
     outcome_unknown,
     raise_fences,
@@ -20,6 +21,7 @@ from smb.call.sync_requests import (
 )
 from smb.engine import AskOpcode, PendingRequest
 from smb.errors import (
+    DeadlineError,
     Error,
     InvalidArgumentError,
     LockLostError,
@@ -104,8 +106,13 @@ class Lock:
             )
         words = (self._ttl_ms, wait_ms(self._timeout), 0)
         try:
-            late = f"not acquired within {self._timeout or 0:g} s: another client holds it, or has waited for longer"
-            reply = self._home.ask(asked, AskOpcode.LOCK, USER_LOCK, words, wait=self._timeout, late=late)
+            reply = self._home.ask_lock(asked, USER_LOCK, words, self._timeout)
+            if isinstance(reply, Obstacle):
+                held = f"{reply.client} holds it" if reply.client else "another client holds it, or waited for longer"
+                raise DeadlineError(
+                    f"{asked}: not acquired within {self._timeout or 0:g} s: {held}; nothing was done; pass a longer "
+                    f"timeout=, or end that client: its lock is free ttl seconds later"
+                )
             self._token, self._lost = reply.a, False
             self._expires = time.monotonic() + self._ttl_ms / 1000
             if self._others:  # do this before anything is changed under the lock: servers must refuse lower tokens

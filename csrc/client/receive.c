@@ -54,9 +54,11 @@ static int take_reply(struct smb_link *link, const struct smb_frame *reply)
     if (reply->status == SMB_OK)
         link_take_success(link, inflight, reply->argument, reply->offset);
     else {
-        /* for AUTHORIZE: why the token is refused */
-        if (inflight->stream && inflight->stream->reply)
+        /* for AUTHORIZE: why the token is refused; for LOCK: who is in the way */
+        if (inflight->stream && inflight->stream->reply) {
             inflight->stream->reply->a = reply->argument;
+            inflight->stream->reply->b = reply->offset;
+        }
         link_take_failure(link, inflight, reply->status);
     }
     return SMB_OK;

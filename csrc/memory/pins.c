@@ -85,9 +85,9 @@ void pins_drop_expired(struct pins *pins, uint64_t now_ns)
         pins_drop(pins, pin);
 }
 
-bool pins_hold(const struct pins *pins, uint64_t version)
+const struct pin *pins_on(const struct pins *pins, uint64_t version)
 {
-    return on_version(pins, version) != NULL;
+    return on_version(pins, version);
 }
 
 uint64_t pins_first_end_ns(const struct pins *pins)

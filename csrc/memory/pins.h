@@ -32,7 +32,8 @@ void pins_drop(struct pins *pins, struct pin *pin);
 void pins_drop_session(struct pins *pins, uint64_t session);
 void pins_drop_version(struct pins *pins, uint64_t version);
 void pins_drop_expired(struct pins *pins, uint64_t now_ns);
-bool pins_hold(const struct pins *pins, uint64_t version);
+/* A pin on that version; NULL: none. */
+const struct pin *pins_on(const struct pins *pins, uint64_t version);
 /* When the first pin expires; UINT64_MAX without pins. */
 uint64_t pins_first_end_ns(const struct pins *pins);
 

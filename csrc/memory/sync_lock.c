@@ -120,6 +120,26 @@ void lock_grant_next(struct sync *sync, int which, uint64_t now_ns, struct news 
         news_due(news, pins_end_ns(sync, &first->request));
 }
 
+struct sync_answer lock_late(const struct sync *sync, const struct sync_request *request,
+                             uint64_t now_ns)
+{
+    struct sync_answer late = {.status = SMB_TIMEOUT};
+    const struct sync_lock_words *lock = &sync->words->locks[request->argument];
+    if (lock_is_held(lock, now_ns)) {
+        late.a = word_get(&lock->session);
+    } else if (request->argument == SYNC_PUBLISHER &&
+               version_oldest_slot(sync, slots_of(request), false) < 0) {
+        int slot = version_oldest_slot(sync, slots_of(request), true);
+        uint64_t version = slot < 0 ? 0 : word_get(&sync->words->slots[slot]);
+        const struct pin *pin = pins_on(&sync->pins, version);
+        if (pin) {
+            late.a = pin->session;
+            late.b = pin->version;
+        }
+    }
+    return late;
+}
+
 static void enqueue_for_lock(struct sync *sync, struct waiter *waiter, uint64_t now_ns,
                              struct news *news)
 {
@@ -164,6 +184,7 @@ int lock_ask(struct sync *sync, struct waiter *waiter, uint64_t now_ns, struct s
     }
     if (request->words[1] == 0) {
         counter_add(&sync->counters->timed_out);
+        *reply = lock_late(sync, request, now_ns);
         return SMB_TIMEOUT;
     }
     counter_add(&sync->counters->waited);

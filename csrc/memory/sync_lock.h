@@ -13,6 +13,9 @@ void lock_set_expiry(struct sync *sync, struct sync_lock_words *lock, uint64_t e
 /* Grants the lock to the first request in the queue if the lock is free; otherwise notes when it is
  * due. */
 void lock_grant_next(struct sync *sync, int which, uint64_t now_ns, struct news *news);
+/* The answer TIMEOUT to a request for a lock: see sync.h. */
+struct sync_answer lock_late(const struct sync *sync, const struct sync_request *request,
+                             uint64_t now_ns);
 void lock_let_go(struct sync *sync, int which, uint64_t now_ns, struct news *news);
 /* Requests: see sync.h. */
 int lock_ask(struct sync *sync, struct waiter *waiter, uint64_t now_ns, struct sync_answer *reply,

@@ -4,6 +4,7 @@
 
 #include "base/assert.h"
 #include "base/frame.h"
+#include "memory/sync_lock.h"
 #include "memory/sync_version.h"
 
 struct waiter *queue_first(const struct queue *queue)
@@ -84,9 +85,12 @@ void queue_time_out(struct sync *sync, struct queue *queue, uint64_t now_ns, str
 {
     struct waiter *waiter = queue_first_deadline(queue);
     for (; waiter && waiter->deadline_ns <= now_ns; waiter = queue_first_deadline(queue)) {
-        if (waiter->request.opcode == SMB_LOCK)
+        struct sync_answer late = version_answer(sync, SMB_TIMEOUT);
+        if (waiter->request.opcode == SMB_LOCK) {
             counter_add(&sync->counters->timed_out);
-        queue_answer(sync, waiter, version_answer(sync, SMB_TIMEOUT), news);
+            late = lock_late(sync, &waiter->request, now_ns);
+        }
+        queue_answer(sync, waiter, late, news);
     }
     if (waiter)
         news_due(news, waiter->deadline_ns);

@@ -13,7 +13,7 @@ struct sync_answer version_answer(const struct sync *sync, int status)
 static bool is_pinned(const struct sync *sync, int slot)
 {
     uint64_t version = word_get(&sync->words->slots[slot]);
-    return pins_hold(&sync->pins, version) && sync_find_slot(sync->words, version) == slot;
+    return pins_on(&sync->pins, version) && sync_find_slot(sync->words, version) == slot;
 }
 
 int version_oldest_slot(const struct sync *sync, int slots, bool overtake)

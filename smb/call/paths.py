@@ -180,6 +180,7 @@ class Paths:
                     segment,
                     segment.epoch or layout.epoch,
                     functools.partial(self._relocated, index),
+                    name=self.info.name,
                 )
                 for index, segment in enumerate(layout.segments)
             )

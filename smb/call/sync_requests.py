@@ -40,6 +40,7 @@ FOREVER_MS = 2**64 - 1
 LOST = "its memory was lost (its host was restarted, or its files removed): delete the buffer and create it again"
 LOST_WAIT_MS = 1000  # wait for a server that may have lost the memory: servers that have not answer by then
 _TURN_MS = 200
+_NAME_S = 1.0  # for the name of a client that is in the way
 _LOOK_S = 1.0  # while there is no connection, the coordinator is asked this often whether the memory is lost
 _WAITING_MAX = 4096  # csrc/server/waits.h: WAITS_PER_CONNECTION
 _PINS_MAX = 1024  # csrc/memory/pins.h: SESSION_PINS_MAX
@@ -74,8 +75,19 @@ class SegmentMovedError(UnavailableError):
     """The server does not answer for the segment, which may have moved."""
 
 
+class Obstacle(NamedTuple):
+    """Why a lock was not granted in time: `client` (host:pid) holds it, or pins that version of the buffer."""
+
+    client: str  # "": unknown
+    version: int  # 0: it holds the lock
+
+
 class _NotInTimeError(DeadlineError):
     """The server answered that the wait ended after the given time. Nothing was done."""
+
+    def __init__(self, message: str, reply: Reply) -> None:
+        super().__init__(message)
+        self.session, self.version = reply.a, reply.b  # only for a lock
 
 
 class _Refused(NamedTuple):
@@ -104,11 +116,15 @@ class Home:
         epoch: int,
         relocate: Callable[[], SegmentLocation],
         *,
+        name: str,
         named: bool = False,
     ) -> None:
-        """`named`: a standalone lock or barrier, which is freed when it is unused; `relocate` makes it anew then."""
+        """`name`: of the buffer, lock or barrier. `named`: a standalone lock or barrier, which is freed when it is
+        unused; `relocate` makes it anew then.
+        """
         self.what = what
         self.named = named
+        self._name = name
         self._client = client
         self._location = location
         self._epoch = epoch
@@ -131,6 +147,28 @@ class Home:
         unknown), LockLostError, BrokenBarrierError, NotFoundError (deleted), UnavailableError (the server could not be
         reached within the client's timeout).
         """
+        try:
+            return self._ask_again(asked, opcode, argument, words, wait)
+        except _NotInTimeError:
+            raise DeadlineError(f"{asked}: {late}") from None
+
+    def ask_lock(self, asked: str, argument: int, words: tuple[int, ...], wait: float | None) -> Reply | Obstacle:
+        """As ask, for a LOCK. If the wait is over, returns what was in the way, by asking the coordinator for a
+        name.
+        """
+        try:
+            return self._ask_again(asked, AskOpcode.LOCK, argument, words, wait)
+        except _NotInTimeError as error:
+            client, session, version = "", error.session, error.version
+        if session:
+            with contextlib.suppress(Error):  # the coordinator is away, or does not let this client ask
+                client = self._client.coordinator.lock_holder(self._name, session, _NAME_S)
+        return Obstacle(client, version if client else 0)
+
+    def _ask_again(
+        self, asked: str, opcode: AskOpcode, argument: int, words: tuple[int, ...], wait: float | None
+    ) -> Reply:
+        """As ask, but raises _NotInTimeError."""
         first, reopened = time.monotonic(), False
         backoff = pauses(Deadline(self._client.timeout))
         while True:
@@ -139,8 +177,6 @@ class Home:
             try:
                 left = None if wait is None else max(0.0, wait - passed_s)
                 return self._ask(asked, opcode, argument, _words_after(opcode, words, passed_s), left)
-            except _NotInTimeError:
-                raise DeadlineError(f"{asked}: {late}") from None
             except (PermissionDeniedError, SegmentMovedError, NotFoundError) as error:  # the server did nothing
                 # the parties that had arrived are forgotten, too
                 if opcode is AskOpcode.AWAIT_BARRIER and isinstance(error, NotFoundError):
@@ -357,7 +393,7 @@ class Home:
     def _error(self, asked: str, reply: Reply) -> Error:
         match reply.status:
             case Status.TIMEOUT:
-                return _NotInTimeError(f"{asked}: timed out; nothing was done")
+                return _NotInTimeError(f"{asked}: timed out; nothing was done", reply)
             case Status.LOCK_LOST:
                 return LockLostError(
                     f"{asked}: the lock's lease ran out, and another client may hold it now; take it again"

@@ -13,8 +13,8 @@ from typing import Any
 
 from smb.call.dispatcher import Dispatcher
 from smb.call.outcomes import Failed
-from smb.call.sync_requests import PUBLISHER_LOCK, WAIT_FOR_READERS, Home, raise_fences, wait_ms
-from smb.engine import LATEST, AskOpcode, Opcode, Request, address_of, memory_at
+from smb.call.sync_requests import PUBLISHER_LOCK, WAIT_FOR_READERS, Home, Obstacle, raise_fences, wait_ms
+from smb.engine import LATEST, AskOpcode, Opcode, Reply, Request, address_of, memory_at
 from smb.errors import (
     NOT_APPLIED,
     UNKNOWN,
@@ -29,6 +29,7 @@ from smb.transport.base import Deadline
 # the version, which holds publishers back.
 _LOOKS = 2
 _LOOK_S = 0.5  # a read that takes longer than this pins its version, and renews the pin after each further such time
+_SILENT_S = 2.0  # a publisher that waits longer than this logs for whom
 _BLOCK_BYTES = 1 << 20  # size of a read's first block; the next blocks are larger if reading is fast, smaller if slow
 _BLOCK_MIN = 1 << 14  # smallest size of a later block, in elements
 _VERSION_BITS = 56  # a publisher's turn is one word: the version in these low bits, the slot in the bits above
@@ -276,14 +277,7 @@ class Versions:
     def begin(self, timeout: float, ttl: float, readers: float) -> Publication:
         """Take the publisher's turn. The arguments are those of Buffer.publish, in seconds."""
         asked, homes = self._arguments.asked("publish"), self._calls.paths.homes()
-        turn = homes[0].ask(
-            asked,
-            AskOpcode.LOCK,
-            PUBLISHER_LOCK | self._calls.info.versions << 8,
-            (round(1000 * ttl), wait_ms(timeout), 0, wait_ms(readers)),
-            wait=timeout,
-            late=f"another publisher or a reader's pin was in the way for {timeout:g} s; nothing was done",
-        )
+        turn = self._turn(asked, homes[0], timeout, ttl, readers)
         begun = Publication(self._calls, turn.a, turn.b & _VERSION_MASK, turn.b >> _VERSION_BITS, ttl)
         try:
             raise_fences(homes[1:], PUBLISHER_LOCK, turn.a, asked)
@@ -292,6 +286,35 @@ class Versions:
             self._nothing_done(error)
             raise
         return begun
+
+    def _turn(self, asked: str, home: Home, timeout: float, ttl: float, readers: float) -> Reply:
+        """Wait for the publisher's turn. After _SILENT_S a warning says who is in the way."""
+        began = time.monotonic()
+        which = PUBLISHER_LOCK | self._calls.info.versions << 8
+        patience = min(timeout, _SILENT_S)
+        while True:
+            passed_s = time.monotonic() - began
+            left = max(0.0, patience - passed_s)
+            words = (round(1000 * ttl), wait_ms(left), round(1000 * passed_s), wait_ms(readers))
+            reply = home.ask_lock(asked, which, words, left)
+            if isinstance(reply, Reply):
+                return reply
+            who = self._in_the_way(reply)
+            if patience >= timeout:
+                raise DeadlineError(f"{asked}: {who} was in the way for {timeout:g} s; nothing was done")
+            most = min(timeout, readers if reply.version else timeout) - patience
+            _log.warning("%s: waits for %s; for at most %.0f s more", asked, who, most)
+            patience = timeout
+
+    def _in_the_way(self, obstacle: Obstacle) -> str:
+        if not obstacle.client:
+            return "another publisher or a reader's pin"
+        if not obstacle.version:
+            return f"the publisher {obstacle.client}"
+        return (
+            f"the reader {obstacle.client}, which holds version {obstacle.version} (versions="
+            f"{self._calls.info.versions})"
+        )
 
     def take_part(self, turn: tuple[int, int, int, float]) -> Publication:
         """Return another client's publication, given by its `turn`, to write a part of it."""

@@ -39,9 +39,6 @@ class Watch(Protocol):
     def failed(self, method: str, now: Instant) -> None:
         """Record a call that failed inside the coordinator."""
 
-    def lock_holder(self, server: str, segment_id: int) -> int:
-        """Return the session that holds a segment's lock, by the server's last report; 0 if that report names none."""
-
     def record_load(self, name: str, instance_id: int, load: pb.ServerLoad, now: Instant) -> None:
         """Record a server's load, from a renewal that was granted."""
 

@@ -431,10 +431,8 @@ class CoordinatorService(CoordinatorServicer):
         return pb.OverviewReply(json=text.decode())
 
     async def LockHolder(self, request: pb.LockHolderRequest, context: Context) -> pb.LockHolderReply:
-        state = self._commit_log.state
-        record = state.buffers.get(key_of(Kind.LOCK, request.name))
-        session_id = self._watch.lock_holder(record.segments[0].server, record.segments[0].id) if record else 0
-        return pb.LockHolderReply(client_name=state.client_names.get(session_id, ""))
+        names = self._commit_log.state.client_names
+        return pb.LockHolderReply(client_name=names.get(request.session_id, ""))
 
     # Buffers
 

@@ -231,9 +231,12 @@ class Coordinator:
         reply: pb.OverviewReply = self._call("Overview", request, timeout)
         return reply.json
 
-    def lock_holder(self, name: str, timeout: float) -> str:
-        """Return the name of the client that holds a lock, by its server's last report; "" if unknown."""
-        reply: pb.LockHolderReply = self._call("LockHolder", pb.LockHolderRequest(name=name), timeout)
+    def lock_holder(self, name: str, session_id: int, timeout: float) -> str:
+        """Return the name of the client whose session a server has named as holding a lock, or a version, of that
+        name; "" if unknown.
+        """
+        request = pb.LockHolderRequest(name=name, session_id=session_id)
+        reply: pb.LockHolderReply = self._call("LockHolder", request, timeout)
         return reply.client_name
 
     def clock(self, timeout: float) -> float:

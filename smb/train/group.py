@@ -42,7 +42,6 @@ from smb.errors import (
     UnavailableError,
 )
 from smb.lock import Lock
-from smb.spi import session_of
 from smb.train import member_table as t
 from smb.train import members
 from smb.train.exchange.at_once import is_remote
@@ -56,7 +55,6 @@ LEASE_S = 10.0
 BUILT, ATTEMPT = 1, 2  # flags in the table's word ROUND
 _PLACEMENT = {"servers", "stripe", "wire", "replicas"}
 _SETUP_S = 30.0
-_HOLDER_S = 3.0
 _NAMED = 4  # buffers that a line of the log names at most
 # Bytes of an element.
 WIRE_BYTES = {"exact": 4.0, "bfloat16": 2.0, "float16": 2.0, "int8": 1 + 4 / 256, "int4": 0.5 + 4 / 64}
@@ -508,8 +506,8 @@ def deleting(client: Client, asked: str, name: str) -> Iterator[Callable[[], obj
             setup.acquire()
         except DeadlineError as error:
             raise DeadlineError(
-                f"{asked}: nothing was deleted: {_holder(client, f'{name}/setup')} is making, joining or deleting it "
-                f"({error}); try again"
+                f"{asked}: nothing was deleted, because another process is making, joining or deleting it; try again: "
+                f"{error}"
             ) from error
         except UnavailableError as error:
             # A training with a part on a server that is gone for good must still be deletable. Joiners need the same
@@ -526,14 +524,6 @@ def deleting(client: Client, asked: str, name: str) -> Iterator[Callable[[], obj
 
 def _nothing_to_ask() -> None:
     """The check of a deletion that has no lock."""
-
-
-def _holder(client: Client, lock: str) -> str:
-    """Return the holder of a lock, HOST:PID, as far as the coordinator knows."""
-    holder = ""
-    with contextlib.suppress(Error):  # the coordinator is away, or its release does not tell
-        holder = session_of(client).coordinator.lock_holder(lock, _HOLDER_S)
-    return holder or "another client"
 
 
 @contextlib.contextmanager

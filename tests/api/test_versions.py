@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -10,7 +11,9 @@ import numpy as np
 import pytest
 
 import smb
+from smb.call import versions
 from smb.engine import AskOpcode
+from smb.spi import versions_of
 from tests.conftest import Connect
 from tests.support.daemons import wait_for
 from tests.support.transports import FAR, MIXED, SLOWNESS
@@ -149,7 +152,7 @@ def test_a_pin_holds_one_version(client: smb.Client, connect: Connect) -> None:
         assert pin.version == other.version == 2
         assert pin.read(7, 3).tolist() == [2, 2, 2]
         buffer.publish(np.full((3, 100), 3))
-        with pytest.raises(smb.TimeoutError, match=r"a reader's pin was in the way for 0\.2 s; nothing was done"):
+        with pytest.raises(smb.TimeoutError, match=r"holds version 2 .* was in the way for 0\.2 s; nothing was done"):
             buffer.publish(np.full((3, 100), 4), timeout=0.2)
         assert (buffer.version, mine.version) == (3, 3)
         assert (buffer.read() == 3).all()
@@ -175,6 +178,34 @@ def test_a_pin_holds_one_version(client: smb.Client, connect: Connect) -> None:
             call()
     with pytest.raises(smb.InvalidArgumentError, match="create it with versions=2"):
         client.create("v", 3).pin()
+
+
+def test_a_publisher_that_waits_says_for_whom(
+    client: smb.Client, connect: Connect, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a while a warning names the reader and its version, or the publisher that has the turn; the error, too."""
+    monkeypatch.setattr(versions, "_SILENT_S", 0.05)
+    buffer = client.create("w", 10, "float32", versions=2)
+    reader = connect(FAR)
+    publisher = client.open("w")
+    buffer.publish(np.ones(10, np.float32))
+    with reader.open("w").pin(ttl=30):
+        buffer.publish(np.ones(10, np.float32))
+        assert not caplog.records
+        done = publisher.submit(lambda: publisher.publish(np.ones(10, np.float32), timeout=60))
+        wait_for(lambda: caplog.messages, "the warning")
+        told = f"publish of buffer 'w': waits for the reader {reader.name}, which holds version 1 (versions=2); for at"
+        assert caplog.messages[0].startswith(told)
+        with pytest.raises(smb.TimeoutError, match=rf"reader {re.escape(reader.name)}, which holds version 1 .*0\.2 s"):
+            connect(FAR).open("w").publish(np.ones(10, np.float32), timeout=0.2)
+    assert done.result(60) == 3
+    assert len([text for text in caplog.messages if text.startswith(told)]) == 2  # each publisher once
+    turn = versions_of(reader.open("w")).begin(1.0, 60.0, 30.0)
+    for timeout in (0.0, 0.2):
+        with pytest.raises(smb.TimeoutError, match=f"the publisher {re.escape(reader.name)} was in the way"):
+            buffer.publish(np.ones(10, np.float32), timeout=timeout)
+    assert caplog.messages[-1].startswith(f"publish of buffer 'w': waits for the publisher {reader.name}; for at most")
+    turn.give_up()
 
 
 def test_a_pin_ends_by_itself(client: smb.Client, connect: Connect) -> None:
@@ -318,9 +349,9 @@ def test_several_versions_can_be_read(client: smb.Client, connect: Connect, way:
     for call in (lambda: buffer.read(version=-1), lambda: client.create("v", 3).read(version=1)):
         with pytest.raises(smb.InvalidArgumentError):
             call()
-    for versions in (0, 17, 2.0):
+    for count in (0, 17, 2.0):
         with pytest.raises(smb.InvalidArgumentError, match="must be an integer from 1 to 16"):
-            client.create("x", 3, versions=versions)  # type: ignore[arg-type]
+            client.create("x", 3, versions=count)  # type: ignore[arg-type]
 
 
 def test_one_slow_reader_delays_nobody(client: smb.Client, connect: Connect) -> None:

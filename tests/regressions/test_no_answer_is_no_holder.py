@@ -16,7 +16,7 @@ def test_a_stopped_server_is_no_holder() -> None:
     with smb.LocalCluster(servers=1) as cluster, smb.connect(cluster.address, timeout=0.5) as client:
         lock = client.lock("l", timeout=0.0)
         buffer = client.create("w", 10, versions=2)
-        with lock, pytest.raises(smb.TimeoutError, match="another client holds it") as held:
+        with lock, pytest.raises(smb.TimeoutError, match=f"{client.name} holds it") as held:
             client.lock("l", timeout=0.0).acquire()
         assert held.value.outcome == NOT_APPLIED
         buffer.publish(range(10))
@@ -38,6 +38,6 @@ def test_a_lock_without_a_timeout_has_none_to_name(client: smb.Client, monkeypat
     def hangs(*_: object, **__: object) -> None:
         raise smb.TimeoutError("the coordinator did not answer")
 
-    monkeypatch.setattr(lock._home, "ask", hangs)
+    monkeypatch.setattr(lock._home, "ask_lock", hangs)
     with pytest.raises(smb.TimeoutError, match="the coordinator did not answer"):
         lock.acquire()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +20,6 @@ from smb.rpc import control_pb2 as pb
 from smb.rpc.coordinator_client import ANSWERED
 from smb.security.credentials import CA_FILE, COORDINATOR_NAME, channel, load_directory, server_name
 from smb.security.roles import RULES, Caller, Role, permit
-from tests.support.daemons import wait_for
 
 # Who may. Written down here once more, on purpose: a slip in the table of smb.security.roles is seen.
 USERS, WRITERS, SERVERS, COORDINATOR = "client reader operator", "client operator", "server-0", "coordinator"
@@ -191,10 +191,11 @@ def test_a_certificate_may_be_limited_to_namespaces(connect_as: Any, team: smb.C
     assert '"buffers":' in everybody._session.coordinator.overview(5)
     with team.lock("team/lock", ttl=5), everybody.lock("other/lock", ttl=5):
         asked = team._session.coordinator
-        wait_for(lambda: asked.lock_holder("team/lock", 5).startswith(f"{team.name} ("), "the holder of the lock")
+        with pytest.raises(smb.TimeoutError, match=rf"lock 'team/lock': .* {re.escape(team.name)} \(.*\) holds it"):
+            team.lock("team/lock", timeout=0).acquire()
         with pytest.raises(smb.PermissionDeniedError, match="limited to team/"):
-            asked.lock_holder("other/lock", 5)
-    assert team._session.coordinator.lock_holder("team/none", 5) == ""
+            asked.lock_holder("other/lock", 1, 5)
+    assert team._session.coordinator.lock_holder("team/lock", 1, 5) == ""
     team.delete("team/weights")
     assert len(everybody.list()) == 3
 

@@ -228,13 +228,6 @@ class EventWatch:
         with self._lock:
             self._failed.append((now.monotonic, method))
 
-    def lock_holder(self, server: str, segment_id: int) -> int:
-        """Return the session that holds a segment's lock, by the server's last report; 0 if that report names none."""
-        with self._lock:
-            watch = self._servers.get(server)
-        waits = watch.load.waits if watch is not None else ()
-        return next((wait.session_id for wait in waits if wait.kind == "lock" and wait.segment_id == segment_id), 0)
-
     def record_load(self, name: str, instance_id: int, load: pb.ServerLoad, now: Instant) -> None:
         """Record a server's load, from a renewal that was granted."""
         with self._lock:

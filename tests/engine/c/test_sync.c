@@ -20,6 +20,7 @@ static void locks(void)
     CHECK_EQ(lock(&place, &d, 1, 1, 0, 0), SMB_OK); /* repeated */
     CHECK_EQ(d.answer.a, first);
     CHECK_EQ(lock(&place, &b, 2, 1, 0, 0), SMB_TIMEOUT);
+    CHECK(b.answer.a == 1 && b.answer.b == 0); /* the holder's session */
     CHECK_EQ(lock(&place, &b, 2, 2, FOREVER, 0), SMB_DEFERRED);
     place.now += 1000000;
     /* asked before b, and says its age */
@@ -31,6 +32,7 @@ static void locks(void)
     CHECK_EQ(quick(&place, SMB_RENEW, SYNC_USER, first, 1000), SMB_LOCK_LOST);
     pass(&place, SECOND / 2);
     CHECK(d.answers == 1 && d.answer.status == SMB_TIMEOUT);
+    CHECK(d.answer.a == 3 && d.answer.b == 0);
     CHECK_EQ(quick(&place, SMB_RENEW, SYNC_USER, c.answer.a, 1000), SMB_OK);
     pass(&place, SECOND * 9 / 10);
     CHECK_EQ(b.answers, 0);
@@ -609,6 +611,12 @@ static void pins(void)
     CHECK(turn.answer.a == 1 && turn.answer.b == one.answer.b && one.answer.b != two.answer.b);
     publish(&place, 2);
     CHECK_EQ(ask(&place, &turn, SMB_LOCK, 1, 9, SYNC_PUBLISHER, 1000, 0, 0), SMB_TIMEOUT);
+    CHECK(turn.answer.a == 6 && turn.answer.b == 1); /* who is in the way, and with which version */
+    CHECK_EQ(ask(&place, &turn, SMB_LOCK, 1, 19, SYNC_PUBLISHER, 1000, 500, 0), SMB_DEFERRED);
+    pass(&place, SECOND);
+    CHECK(turn.answers == 1 && turn.answer.status == SMB_TIMEOUT);
+    CHECK(turn.answer.a == 6 && turn.answer.b == 1);
+    turn = (struct asked){.answers = 0};
     CHECK_EQ(ask(&place, &turn, SMB_LOCK, 1, 10, SYNC_PUBLISHER, 1000, FOREVER, 0), SMB_DEFERRED);
     for (int twice = 0; twice < 2; twice++)
         CHECK_EQ(ask(&place, &one, SMB_UNPIN, 6, 3, 0, one.answer.b ? one.answer.b : 1, 0, 0),
