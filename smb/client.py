@@ -41,7 +41,7 @@ from smb.errors import (
     TransportError,
     UnavailableError,
 )
-from smb.lock import Lock
+from smb.lock import Lock, check_times
 from smb.published import MIRROR, beside, state_of
 from smb.queue import Queue
 from smb.rpc import control_pb2 as pb
@@ -603,6 +603,7 @@ class Client:
         Blocks to find the lock's server. Raises UnavailableError if the coordinator is away when this client uses the
         name for the first time, or after the lock was freed because nobody used it.
         """
+        check_times(f"lock {name!r}", ttl, timeout)
         check_replicas(f"lock {name!r}", replicas)
         patience = self.timeout if timeout is None else min(self.timeout, max(timeout, _FIND_S))
         return Lock((self._home(pb.LOCK, name, patience, replicas or 1),), self._session.renewals, ttl, timeout)
@@ -649,7 +650,12 @@ class Client:
                 bound = min(self.timeout, _FIND_S)
                 return BufferInfo.of(self._coordinator.place(kind, name, bound, copies)).layout.segments[0]
 
-            placed = self._coordinator.place(kind, name, patience, replicas)
+            try:
+                placed = self._coordinator.place(kind, name, patience, replicas)
+            except Error as error:
+                if name in str(error):
+                    raise
+                raise type(error)(f"{word} {name!r}: {error}", outcome=error.outcome) from error
             info = BufferInfo.of(placed)
             home = Home(
                 self._session,

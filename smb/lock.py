@@ -34,6 +34,14 @@ _RENEWALS_PER_TTL = 3
 _log = logging.getLogger("smb")
 
 
+def check_times(asked: str, ttl: object, timeout: object) -> None:
+    """Raise InvalidArgumentError for a ttl or a timeout that a lock cannot have."""
+    if not isinstance(ttl, (int, float)) or not _TTL_MIN_S <= ttl <= _TTL_MAX_S:
+        raise InvalidArgumentError(f"{asked}: ttl must be between {_TTL_MIN_S} and {_TTL_MAX_S:g} s, not {ttl!r}")
+    if timeout is not None and (not isinstance(timeout, (int, float)) or not timeout >= 0):  # NaN fails, too
+        raise InvalidArgumentError(f"{asked}: timeout must be at least 0, not {timeout!r}")
+
+
 class Lock:
     """A lock that one client at a time holds, in the order in which clients asked. Made by Client.lock and Buffer.lock.
 
@@ -51,12 +59,7 @@ class Lock:
     def __init__(
         self, homes: Sequence[Home], renewals: Renewals, ttl: float, timeout: float | None, owner: object = None
     ) -> None:
-        if not _TTL_MIN_S <= ttl <= _TTL_MAX_S:
-            raise InvalidArgumentError(
-                f"lock {homes[0].what}: ttl must be between {_TTL_MIN_S} and {_TTL_MAX_S:g} s, not {ttl!r}"
-            )
-        if timeout is not None and timeout < 0:
-            raise InvalidArgumentError(f"lock {homes[0].what}: timeout must be at least 0, not {timeout!r}")
+        check_times(f"lock {homes[0].what}", ttl, timeout)
         self._home, self._others = homes[0], homes[1:]
         self._renewals = renewals
         self._ttl_ms = round(ttl * 1000)

@@ -201,3 +201,34 @@ def test_a_closed_clients_locks_are_free_at_once(client: smb.Client, connect: Co
     start = time.monotonic()
     with client.lock("closing", timeout=20 * SLOWNESS):
         assert time.monotonic() - start < 10
+
+
+def test_errors_of_a_lock_name_it() -> None:
+    """Bad arguments, a holder, a server and a coordinator that do not answer: each error says which lock was asked."""
+    with (
+        smb.LocalCluster(servers=1) as cluster,
+        smb.connect(cluster.address, timeout=0.5) as client,
+        smb.connect(cluster.address) as other,
+    ):
+        for arguments in ({"ttl": 0}, {"ttl": "a"}, {"timeout": -1}, {"timeout": "a"}, {"replicas": 3}):
+            with pytest.raises(smb.InvalidArgumentError, match=r"^lock 'run/x': (ttl|timeout|replicas) must be"):
+                client.lock("run/x", **arguments)
+        for name in ("", 3, "a b", "a" * 300):
+            with pytest.raises(smb.InvalidArgumentError, match="lock"):
+                client.lock(name)  # type: ignore[arg-type]
+        known, of_buffer = client.lock("run/x", timeout=0.1), client.create("w", 10).lock(timeout=0)
+        with other.lock("run/x"), other.open("w").lock():
+            for lock, name in ((known, "lock 'run/x'"), (of_buffer, "lock of buffer 'w'")):
+                with pytest.raises(smb.TimeoutError, match=f"^{name}: not acquired .*{other.name} holds it; "):
+                    lock.acquire()
+        for pid, stopped in (
+            (cluster.servers[0].pid, lambda: client.lock("run/x", timeout=0).acquire()),
+            (cluster.coordinator.pid, lambda: client.lock("run/y")),
+        ):
+            stop(pid)
+            try:
+                with pytest.raises(smb.TimeoutError, match=r"^lock 'run/[xy]': .*answer"):
+                    stopped()
+            finally:
+                os.kill(pid, signal.SIGCONT)
+        assert client.lock("run/y").acquire().held
