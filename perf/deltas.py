@@ -108,7 +108,8 @@ def kernel(mbytes: int, density: float) -> str:
 
     def encoding(at: int) -> None:
         size = min(SLICE, len(old) - at)
-        delta_encode(2, mine.ctypes.data + 2 * at, fresh.ctypes.data + 2 * at, size, at, np.empty(size, np.uint8))
+        runs = np.array([[at, at, size]])
+        delta_encode(2, mine.ctypes.data, fresh.ctypes.data, runs, np.empty(size, np.uint8))
 
     found = []
     same = old.copy()

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 ABOUT = "smb.publish"  # in the buffer's metadata: how the state is published
 LOG = ".log"  # suffix of the log of a state with deltas (smb/relay/publication_log.py)
-LOG_FORMAT = 1  # in the metadata of a state with deltas, under "log"
+LOG_FORMAT = 2  # in the metadata of a state with deltas, under "log"
 MIRROR = ".mirror."  # between the name of a buffer and of a server: the name of a mirror
 
 

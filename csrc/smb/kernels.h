@@ -31,26 +31,37 @@ int smb_kernel_apply_encoded(int wire, int op, void *target, const void *from, u
  * be `from`. */
 int smb_kernel_round(int wire, const void *from, uint64_t count, uint64_t offset,
                      uint32_t chunk_bytes, void *to);
+/* The sums of states are numbers modulo this prime. */
+#define SMB_SUM_PRIME 18446744073709551557ULL
 /* The largest number of elements in one part of a delta. */
 enum { SMB_DELTA_PART_MAX = 16777216 };
 struct smb_delta {
     uint64_t bytes;   /* size of the part; 0: no element changed, so no part was written */
     uint64_t changes; /* number of changed elements */
-    uint64_t sum;     /* amount by which the part changes the state's sum, modulo 2^64 */
+    uint64_t sum;     /* what the part adds to the state's sum, modulo SMB_SUM_PRIME */
 };
-/* Encodes one part of the delta from `old` to `fresh`: count elements of `width` bytes (1, 2, 4, 8)
- * that make whole 64-bit words. `first` is the index of the first of them in the state. `old`
- * becomes `fresh`. Bits are compared, not values. SMB_OUT_OF_MEMORY: the part takes more than
- * `room` bytes; `old` has become `fresh` nevertheless. The format is in csrc/memory/delta.h. */
-int smb_delta_encode(uint32_t width, void *old, const void *fresh, uint64_t count, uint64_t first,
-                     void *to, uint64_t room, struct smb_delta *delta);
-/* Applies a delta of any number of parts to a state of count elements that make whole 64-bit words.
- * SMB_INVALID: the bytes are not a valid delta; the state may have changed. Any bytes are safe: the
- * function writes nothing outside the state. *sum is brought up to date in either case. */
-int smb_delta_apply(uint32_t width, void *state, uint64_t count, const void *delta, uint64_t bytes,
-                    uint64_t *sum);
-/* The sum, modulo 2^64, of a state of `words` 64-bit words. */
-uint64_t smb_state_sum(const void *state, uint64_t words);
+/* Elements of a state that lie one after the other in some memory, too: `count` of them, from
+ * element `there` of the state and element `here` of the memory. Several runs are in the order of
+ * `there` and do not overlap. */
+struct smb_run {
+    uint64_t there, here, count;
+};
+/* Encodes one part of the delta from `old` to `fresh`: the elements of these runs, of `width` bytes
+ * (1, 2, 4, 8) each. They span less than 2^32 elements of the state. `old` becomes `fresh`. Bits
+ * are compared, not values. SMB_OUT_OF_MEMORY: the part takes more than `room` bytes; `old` has
+ * become `fresh` nevertheless. The format is in csrc/memory/delta.h. */
+int smb_delta_encode(uint32_t width, void *old, const void *fresh, const struct smb_run *runs,
+                     uint32_t run_count, void *to, uint64_t room, struct smb_delta *delta);
+/* Applies a delta of any number of parts to memory that has these runs of a state of `count`
+ * elements; other changes are skipped. SMB_INVALID: the bytes are not a valid delta; the memory may
+ * have changed. Any bytes are safe: the function writes nothing outside the runs. *sum, the sum of
+ * the runs, is brought up to date if all of the delta was applied. */
+int smb_delta_apply(uint32_t width, void *state, const struct smb_run *runs, uint32_t run_count,
+                    uint64_t count, const void *delta, uint64_t bytes, uint64_t *sum);
+/* The sum, modulo SMB_SUM_PRIME, of these runs of a state. That of a whole state is the sum over any runs
+ * that have each of its elements once. */
+uint64_t smb_state_sum(uint32_t width, const void *state, const struct smb_run *runs,
+                       uint32_t run_count);
 /* CRC-32C (Castagnoli). `crc` is the result for the bytes before `data`, or 0 at the start. */
 uint32_t smb_crc32c(uint32_t crc, const void *data, uint64_t bytes);
 /* The instruction sets that are compiled in and that this processor has, widest last. When the

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from smb._engine import ffi, lib
 from smb.engine.enums import Status, check
 from smb.errors import InvalidArgumentError
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 def isa_names() -> list[str]:
@@ -55,19 +58,26 @@ def round_as_sent(wire: int, source: Any, count: int, offset: int, chunk_bytes: 
 
 
 DELTA_PART_MAX = int(lib.SMB_DELTA_PART_MAX)  # elements
+SUM_PRIME = int(lib.SMB_SUM_PRIME)  # sums of states, and what changes add to them, are added modulo this prime
+
+# Runs of a state's elements that some memory has: int64 rows (first element in the state, first element in the memory,
+# number of elements), in the order of the state, without overlaps.
+Runs: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
 
 
-def delta_encode(width: int, old: int, fresh: int, count: int, first: int, to: Any) -> tuple[int, int, int] | None:
+def delta_encode(width: int, old: int, fresh: int, runs: Runs, to: Any) -> tuple[int, int, int] | None:
     """Write one part of a delta into the bytes `to`. Returns (its bytes, elements changed, their contribution to the
     state's sum).
 
-    `old` and `fresh` are addresses of `count` elements of `width` bytes, beginning with element `first` of the state;
-    `old` becomes equal to `fresh`. Returns None if `to` is too small; `old` has become equal all the same.
+    `old` and `fresh` are addresses of memory that has these runs of a state with elements of `width` bytes; `old`
+    becomes equal to `fresh`. Together they have at most DELTA_PART_MAX elements, and span less than 2^32 elements of
+    the state. Returns None if `to` is too small; `old` has become equal all the same.
     """
     delta = ffi.new("struct smb_delta *")
     room = ffi.from_buffer(to, require_writable=True)
+    of, count = _runs(runs)
     status = lib.smb_delta_encode(
-        width, ffi.cast("void *", old), ffi.cast("void *", fresh), count, first, room, len(room), delta
+        width, ffi.cast("void *", old), ffi.cast("void *", fresh), of, count, room, len(room), delta
     )
     if status == Status.OUT_OF_MEMORY:
         return None
@@ -75,20 +85,23 @@ def delta_encode(width: int, old: int, fresh: int, count: int, first: int, to: A
     return int(delta.bytes), int(delta.changes), int(delta.sum)
 
 
-def delta_apply(width: int, state: Any, delta: Any, total: int) -> int | None:
-    """Apply a delta to the bytes `state`, whose sum is `total`; return the new sum. None if the bytes are not a
-    delta.
+def delta_apply(width: int, memory: Any, runs: Runs, count: int, delta: Any, total: int) -> int | None:
+    """Apply a delta to memory that has these runs of a state of `count` elements; other elements are left out.
+    `total` is the sum of the runs; return the new sum. None if the bytes are not a delta; the memory may have changed.
     """
-    memory = ffi.from_buffer(state, require_writable=True)
+    here = ffi.from_buffer(memory, require_writable=True)
     added, data = ffi.new("uint64_t *", total), ffi.from_buffer(delta)
-    status = lib.smb_delta_apply(width, memory, len(memory) // width, data, len(data), added)
+    status = lib.smb_delta_apply(width, here, *_runs(runs), count, data, len(data), added)
     return int(added[0]) if status == Status.OK else None
 
 
-def state_sum(state: Any) -> int:
-    """Return the sum of a state's bytes, a multiple of 8; csrc/memory/delta.h defines it."""
-    memory = ffi.from_buffer(state)
-    return int(lib.smb_state_sum(memory, len(memory) // 8))
+def state_sum(width: int, memory: Any, runs: Runs) -> int:
+    """Return the sum of these runs of a state; csrc/memory/delta.h defines it."""
+    return int(lib.smb_state_sum(width, ffi.from_buffer(memory), *_runs(runs)))
+
+
+def _runs(runs: Runs) -> tuple[Any, int]:
+    return ffi.from_buffer("struct smb_run[]", runs), len(runs)
 
 
 def segment_file_bytes(nbytes: int, chunk_bytes: int) -> int:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 KEY = "smb.log"  # in the log's metadata: the number of slots
 ENTRY_BYTES = 64
 _WORDS = ENTRY_BYTES // 8
-_FORMAT = 2  # format 1 described each generation with all deltas that it needs
+_FORMAT = 3  # 2 had other sums and no tables of parts; 1 described each generation with all deltas that it needs
 _RING_STARTS = 4096  # alignment of the ring, so that blocks of deltas begin with chunks
 _RING_MIN = 1 << 16
 _DELTA_SHARE = 12  # the largest delta takes this part of the ring; larger changes are published whole
@@ -43,7 +43,7 @@ Slots = np.ndarray[Any, np.dtype[np.int64]]  # (slots, words)
 
 @dataclass(frozen=True, slots=True)
 class LogEntry:
-    """One generation. Its slot has eight int64 words: generation, 2 (the format), position, nbytes, total,
+    """One generation. Its slot has eight int64 words: generation, 3 (the format), position, nbytes, total,
     whole_generation, whole_version, whole_total.
 
     `position` is where its delta begins in the ring, counted without wrapping around; `total` is the sum of its state.

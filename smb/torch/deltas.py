@@ -5,31 +5,32 @@ deltas (smb/relay/publication_log.py). A generation exists once its entry is pub
 
 A reader takes the entries after the generation that it has, and the deltas that they name. If these deltas are gone, or
 larger than a state, the reader begins with the last whole state. At the end it compares the state's sum: a state with
-another sum than the published one is never shown, but read anew.
+another sum than the published one is never shown, but read anew. A reader of parts takes the parts of a delta that
+concern it (delta_parts.py), and compares their checksums.
 
 A generation is published whole, before its entry, if its delta would be large, if it is the first one of a trainer's
-process, or after a failure.
+process, or after a failure. Ranks of a mesh write one generation together (shard_writer.py): each its parts of the
+delta, or its shards of the whole state; the first rank also writes the table of the parts and the entry, and commits.
 """
 
 from __future__ import annotations
 
 import logging
-import os
-from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from smb.engine import DELTA_PART_MAX, delta_apply, delta_encode, memory_of, state_sum
+from smb.engine import SUM_PRIME, delta_apply, memory_of, state_sum
 from smb.errors import AlreadyExistsError, Error, InvalidArgumentError, NotFoundError, UnavailableError
-from smb.pins import PIN_S_MAX
 from smb.published import LOG
 from smb.relay.publication_log import LogEntry, PublicationLog, chain
-from smb.spi import versions_of
-from smb.torch.state_bytes import StateBytes
+from smb.torch.delta_parts import Choice, Parts, compare, rows_of, table_of
+from smb.torch.ranks import Alone, Ranks
+from smb.torch.shard_writer import Late, ShardWriter, SharedTurn, publish_together
+from smb.torch.state_bytes import PartBytes, StateBytes
 
 if TYPE_CHECKING:
     import torch
@@ -41,8 +42,6 @@ if TYPE_CHECKING:
 
 DELTAS_MAX = 1024
 _log = logging.getLogger("smb")
-_SLICE = 1 << 20  # elements that a thread compares at a time
-_TURN_S = 10.0  # the turn of a publisher that is killed lasts this long; a slow publisher renews its turn
 _TRIES = 100  # attempts of a reader while publications overtake it
 _TRIES_NEAR = 3  # attempts at a mirror before the reader takes another one
 
@@ -68,28 +67,41 @@ def _log_of(buffer: Buffer, deltas: int, state: Buffer) -> PublicationLog:
 
 
 class DeltaWriter:
-    """A trainer's side. One thread at a time."""
+    """A trainer's side. One thread at a time. All ranks of a mesh make it, take a state, and publish together."""
 
     def __init__(
         self,
         client: Client,
         wholes: Buffer,
-        state: StateBytes,
+        memory: StateBytes | PartBytes,
         deltas: int,
         placement: Mapping[str, Any],
         made: list[Buffer],
+        ranks: Ranks | None = None,
     ) -> None:
-        """`wholes` is the state's buffer. A log is made if it does not exist, and added to `made`."""
+        """`wholes` is the state's buffer; with `ranks`, `memory` is that of `parts_of`. A log is made if it does not
+        exist, and added to `made`.
+        """
+        self._ranks = ranks or Alone()
         size, metadata = PublicationLog.form(deltas, wholes.nbytes)
-        buffer = create(client, made, wholes.name + LOG, size, "uint8", metadata=metadata, **placement)
-        self._log = _log_of(buffer, deltas, wholes)
+        name = wholes.name + LOG
+        with self._ranks.agreed():
+            if self._ranks.speaks:
+                buffer = create(client, made, name, size, "uint8", metadata=metadata, **placement)
+                self._log = _log_of(buffer, deltas, wholes)
+        with self._ranks.agreed():
+            if not self._ranks.speaks:
+                self._log = _log_of(client.open(name), deltas, wholes)
         self._wholes = wholes
-        self._state = state
+        self._memory = memory
+        self._shards: ShardWriter | None = None
+        if ranks is not None and isinstance(memory, PartBytes):
+            self._shards = ShardWriter(wholes, ranks, memory)
         self._deltas = deltas
-        self._last: LogEntry | None = None  # the entry under which `state` was published; None: publish it whole
+        self._last: LogEntry | None = None  # the entry under which the memory was published; None: publish it whole
         self._begin = 0  # where the deltas since the last whole state begin in the ring
-        self._delta: bytes | None = None
-        self._total = 0
+        self._parts: Parts | None = None  # what has changed since `_last`
+        self._kept: Exception | None = None  # the error of taking the state, which `publish` raises at all ranks
         self.sent_bytes = 0
 
     @property
@@ -98,136 +110,163 @@ class DeltaWriter:
         return self._log.buffer.version
 
     def take(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Copy a state into `state`."""
-        self._take([tensors])
+        """Copy a state, or a rank's shards of it."""
+        self.take_pairs(tensors.items())
 
     def take_pairs(self, pairs: Iterable[tuple[str, torch.Tensor]]) -> None:
         """As take, one tensor after the other. If the pairs fail, the next state is published whole."""
+        last, self._last, self._parts = self._last, None, None
+        parts = compare(self._memory, pairs, self._log.delta_max)
+        if last is not None and parts is not None:
+            self._last, self._parts = last, parts
 
-        def parts() -> Iterator[Mapping[str, torch.Tensor]]:
-            for name, tensor in pairs:
-                yield {name: tensor}
-                del tensor  # before the next one is made
-
-        self._take(parts())
-
-    def _take(self, parts: Iterable[Mapping[str, torch.Tensor]]) -> None:
-        self._delta, last = None, self._last
-        self._last = None  # until the state is published
-        width, base = self._state.width, self._state.bytes.ctypes.data
-
-        def compare(compared: tuple[int, int, int]) -> tuple[bytes, int] | None:
-            at, address, nbytes = compared
-            room = np.empty(nbytes // 2 + 512, np.uint8)
-            found = delta_encode(width, base + at, address, nbytes // width, at // width, room)
-            return None if found is None else (room[: found[0]].tobytes(), found[2])
-
-        delta: list[bytes] | None = None if last is None else []  # None: the state is published whole
-        nbytes, total = 0, last.total if last is not None else 0
-        with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
-            for part in parts:
-                given = list(self._state.memories(part))  # with the owners, which keep the memory that is read here
-                slices = [
-                    (at + offset, address + offset, min(_SLICE * width, size - offset))
-                    for at, address, size, _ in given
-                    for offset in range(0, size, min(_SLICE, DELTA_PART_MAX) * width)
-                ]
-                for encoded in map(compare, slices) if len(slices) < 2 else threads.map(compare, slices):
-                    if encoded is None or delta is None or nbytes + len(encoded[0]) > self._log.delta_max:
-                        delta = None
-                        continue
-                    delta.append(encoded[0])
-                    nbytes, total = nbytes + len(encoded[0]), total + encoded[1]
-                del part, given  # before the next tensor is made
-        if delta is not None:
-            self._delta, self._last, self._total = b"".join(delta), last, total % 2**64
+    def fail(self, error: Exception) -> None:
+        """Let the next publication fail at all ranks with the error for which this rank's state was refused."""
+        self._last, self._kept = None, error
 
     def publish(self, asked: str, timeout: float) -> int:
-        """Publish the state that was taken last. Return its generation."""
-        last, delta = self._last, self._delta
-        self._last = self._delta = None
+        """Publish the state that was taken last. Return its generation. With all ranks. Raises one rank's failure at
+        all ranks.
+        """
+        ranks, kept, last, parts = self._ranks, self._kept, self._last, self._parts
+        self._kept = self._last = self._parts = None
         self.sent_bytes = 0
+        ranks.agree(kept)
+        # The whole state is published unless all ranks know what has changed since one generation.
+        offers = ranks.gather(None if last is None or parts is None else (last, parts.rows.tobytes(), parts.added))
+        late = Late(asked)
+        made: list[tuple[LogEntry, bool]] = []
+
         # In the publisher's turn, which refuses late writes of a former trainer: its entry and its delta would lie
         # where ours do.
-        turn = versions_of(self._log.buffer).begin(timeout, _TURN_S, max(PIN_S_MAX, timeout - 1.0))
-        with turn.kept():
-            try:
-                made = None
-                if last is not None and delta is not None and turn.version == last.generation + 1:
-                    made = self._with_delta(turn, last, delta)
-                made = made or self._whole(asked, turn.version, timeout)
-                self._send(turn, self._log.slot(made.generation), made.to_words())
-            except BaseException:
-                turn.give_up()
-                raise
-            turn.commit()
-        return self._finish(asked, made, timeout)
+        def fill(turn: SharedTurn) -> None:
+            planned: tuple[LogEntry, bool] | None = None
+            if last is not None and parts is not None and all(offer is not None for offer in offers):
+                planned = ranks.tell(self._planned(turn.version, offers) if ranks.speaks else None)
+                if planned is not None:
+                    self._send_delta(turn, planned[0], offers, parts)
+            made.append(planned or (self._send_whole(asked, turn, timeout), False))
 
-    def _send(self, turn: Publication, start: int, content: np.ndarray[Any, Any]) -> None:
-        turn.write(start, content.nbytes, memory_of(content))
-        self.sent_bytes += content.nbytes
-
-    def _whole(self, asked: str, generation: int, timeout: float) -> LogEntry:
-        """Publish the whole state, with which readers may begin."""
-        before = self._log.entries(self._log.buffer, generation - 1, generation - 2) if generation > 1 else ()
-        if generation > 1 and not before:
-            raise Error(
-                f"{asked}: the log's last entry was not written by a Publisher; delete the state with its log, and "
-                f"publish anew"
-            )
-        end = before[-1].end if before else 0
-        total = state_sum(self._state.bytes)
-        version = self._publish_whole(timeout)
-        self._begin = end
-        return LogEntry(generation, end, 0, total, generation, version, total)
-
-    def _with_delta(self, turn: Publication, last: LogEntry, delta: bytes) -> LogEntry | None:
-        """Write the delta. Returns None if readers could not get to it from the last whole state."""
-        log = self._log
-        position = log.next_position(last.end, len(delta))
-        made = replace(last, generation=turn.version, position=position, nbytes=len(delta), total=self._total)
-        if made.generation - made.whole_generation > log.kept or made.end - self._begin > log.room:
-            return None
-        if delta:
-            self._send(turn, log.position(made), np.frombuffer(delta, np.uint8))
-        return made
-
-    def _finish(self, asked: str, made: LogEntry, timeout: float) -> int:
-        far = made.end - self._begin > self._log.room // 2
-        if made.generation - made.whole_generation >= self._deltas or far:
-            # The next generation names this whole state; until then readers begin with the one before.
-            try:
-                version = self._publish_whole(timeout)
-                made = replace(made, whole_generation=made.generation, whole_version=version, whole_total=made.total)
-                self._begin = made.end
-            except Error as error:  # the generation exists; the next one tries again
-                _log.warning("%s: generation %d is not there as a whole state yet: %s", asked, made.generation, error)
-        self._last = made
-        return made.generation
+        publish_together(self._log.buffer, ranks, asked, timeout, late, fill)
+        entry, is_far = made[0]
+        self._last = self._with_whole(asked, entry, timeout, late) if is_far else entry
+        return entry.generation
 
     def publish_pairs(self, asked: str, pairs: Iterable[tuple[str, torch.Tensor]], timeout: float) -> int:
         """Publish a state that comes one tensor after the other. Return its generation."""
         self.take_pairs(pairs)
         return self.publish(asked, timeout)
 
-    def _publish_whole(self, timeout: float) -> int:
-        self.sent_bytes += self._state.nbytes
-        return self._wholes.publish(self._state.elements, timeout=timeout)
+    def _planned(self, generation: int, offers: Sequence[tuple[LogEntry, bytes, int]]) -> tuple[LogEntry, bool] | None:
+        """Return the entry of a delta that all ranks make, and whether the whole state shall follow. None if the state
+        must be published whole.
+        """
+        log, last = self._log, offers[0][0]
+        if any(base != last for base, _, _ in offers) or generation != last.generation + 1:
+            return None
+        rows = rows_of(b"".join(each for _, each, _ in offers))
+        nbytes = len(table_of(rows)) + int(rows["nbytes"].sum()) if len(rows) else 0
+        position = log.next_position(last.end, nbytes)
+        total = (last.total + sum(added for _, _, added in offers)) % SUM_PRIME
+        made = replace(last, generation=generation, position=position, nbytes=nbytes, total=total)
+        since, length = generation - made.whole_generation, made.end - self._begin
+        if since > log.kept or length > log.room or nbytes > log.delta_max:
+            return None  # readers could not get to it from the last whole state, or it is large
+        return made, since >= self._deltas or length > log.room // 2
+
+    def _send_delta(
+        self, turn: SharedTurn, entry: LogEntry, offers: Sequence[tuple[LogEntry, bytes, int]], parts: Parts
+    ) -> None:
+        """Write this rank's parts; the first rank also writes the table of all parts, and the entry."""
+        ranks = self._ranks
+        table = table_of(rows_of(b"".join(rows for _, rows, _ in offers)))
+        before = [int(rows_of(rows)["nbytes"].sum()) for _, rows, _ in offers[: ranks.rank]]
+        start, data = (0, table + parts.data) if ranks.speaks else (len(table) + sum(before), parts.data)
+
+        def write(publication: Publication) -> None:
+            if entry.nbytes and data:
+                self._send(publication, self._log.position(entry) + start, np.frombuffer(data, np.uint8))
+            if ranks.speaks:
+                self._send(publication, self._log.slot(entry.generation), entry.to_words())
+
+        turn.write(write)
+
+    def _send_whole(self, asked: str, turn: SharedTurn, timeout: float) -> LogEntry:
+        """Publish the whole state, with which readers may begin, and write its entry."""
+        ranks, memory = self._ranks, self._memory
+        turn.late.over()
+        with ranks.agreed():
+            end = self._end(asked, turn.version) if ranks.speaks else 0
+        said = ranks.gather((end, state_sum(memory.width, memory.bytes, memory.runs)))
+        end, total = said[0][0], sum(each for _, each in said) % SUM_PRIME
+        version = self._publish_whole(asked, timeout, turn.late)
+        entry = LogEntry(turn.version, end, 0, total, turn.version, version, total)
+        if ranks.speaks:
+            self._begin = end
+
+        def write(publication: Publication) -> None:
+            if ranks.speaks:
+                self._send(publication, self._log.slot(entry.generation), entry.to_words())
+
+        turn.write(write)
+        return entry
+
+    def _end(self, asked: str, generation: int) -> int:
+        """Return where the delta of the generation before ends in the ring."""
+        before = self._log.entries(self._log.buffer, generation - 1, generation - 2) if generation > 1 else ()
+        if generation > 1 and not before:
+            raise Error(
+                f"{asked}: the log's last entry was not written by a Publisher; delete the state with its log, and "
+                f"publish anew"
+            )
+        return before[-1].end if before else 0
+
+    def _send(self, publication: Publication, start: int, content: np.ndarray[Any, Any]) -> None:
+        publication.write(start, content.nbytes, memory_of(content))
+        self.sent_bytes += content.nbytes
+
+    def _with_whole(self, asked: str, made: LogEntry, timeout: float, late: Late) -> LogEntry:
+        """Publish a generation whole that exists already, so that the next one names this whole state. Until then
+        readers begin with the one before.
+        """
+        try:
+            version = self._publish_whole(asked, timeout, late)
+        except Error as error:  # the next generation tries again
+            _log.warning("%s: generation %d is not there as a whole state yet: %s", asked, made.generation, error)
+            return made
+        self._begin = made.end
+        return replace(made, whole_generation=made.generation, whole_version=version, whole_total=made.total)
+
+    def _publish_whole(self, asked: str, timeout: float, late: Late) -> int:
+        """Publish the memory as a version of the state's buffer, and return its number. With all ranks."""
+        self.sent_bytes += self._memory.nbytes
+        if isinstance(self._memory, StateBytes):
+            return self._wholes.publish(self._memory.elements, timeout=timeout)
+        assert self._shards is not None
+        return self._shards.publish_whole(asked, timeout, late)
 
 
 class DeltaReader:
     """A follower's side: brings a state from its generation to the latest one. One thread at a time."""
 
     def __init__(
-        self, client: Client, wholes: Buffer, nearest: Nearest, state: StateBytes, deltas: int, timeout: float
+        self,
+        client: Client,
+        wholes: Buffer,
+        nearest: Nearest,
+        memory: StateBytes | PartBytes,
+        deltas: int,
+        timeout: float,
     ) -> None:
         """`nearest` chooses among the state's buffer and its mirrors. The log is read from the nearest one, too."""
         self._log = _log_of(client.open(wholes.name + LOG, timeout=timeout), deltas, wholes)
         self._wholes = nearest
         self._name = wholes.name
         self._logs = nearest.beside(self._log.buffer)
-        self._state = state
-        self.generation = 0  # the generation of `state`
+        self._memory = memory
+        # A generation's sum is over the whole state. Parts have no sum, but each part of a delta has a checksum.
+        self._is_whole = isinstance(memory, StateBytes)
+        self.generation = 0  # the generation of `memory`
         self._returned = 0  # by the last read; mirrors that are behind this generation are not read
         self._total = 0
         self.received_bytes = 0
@@ -273,7 +312,8 @@ class DeltaReader:
             since = self.generation if self.generation < to else 0
             entries = self._log.entries(source, latest, since)
             deltas = chain(entries, since, to) if since else None
-            if deltas is None or sum(entry.nbytes for entry in deltas) >= self._state.nbytes:
+            chosen = None if deltas is None else self._chosen(source, deltas)
+            if chosen is None or sum(each.nbytes for each in chosen) >= self._memory.nbytes:
                 if since:
                     entries = self._log.entries(source, latest)
                 if not entries:
@@ -284,7 +324,8 @@ class DeltaReader:
                         f"{asked}: generation {wanted} can't be read any more, because the whole state before it was "
                         f"overwritten"
                     )
-            if deltas is not None and self._apply(source, latest, entries, deltas, to):
+                chosen = None if deltas is None else self._chosen(source, deltas)
+            if chosen is not None and deltas is not None and self._apply(source, latest, entries, deltas, chosen, to):
                 return self.generation
         raise UnavailableError(
             f"{asked}: each attempt was overtaken by a publication, or read other bytes than were published; the state "
@@ -301,34 +342,53 @@ class DeltaReader:
             return None
         self.generation = 0
         try:
-            self._wholes.read(self._state.read, 0, wanted.whole_version)
+            self._wholes.read(self._memory.read, 0, wanted.whole_version)
         except NotFoundError:  # overwritten; a later entry names another one
             return None
-        self.received_bytes += self._state.nbytes
-        self._total = state_sum(self._state.bytes)
-        if self._total != wanted.whole_total:
-            return None
+        self.received_bytes += self._memory.nbytes
+        if self._is_whole:
+            self._total = state_sum(self._memory.width, self._memory.bytes, self._memory.runs)
+            if self._total != wanted.whole_total:
+                return None
         self.generation = wanted.whole_generation
         return deltas
 
+    def _chosen(self, source: Buffer, deltas: Sequence[LogEntry]) -> list[Choice] | None:
+        """Return what to read of each delta; None if one has no valid table."""
+        chosen = []
+        for entry in deltas:
+            read = partial(self._read_range, source, entry)
+            chosen.append(Choice(read, entry.nbytes, None if self._is_whole else self._memory.runs))
+        return chosen if all(choice.is_valid for choice in chosen) else None
+
+    def _read_range(self, source: Buffer, entry: LogEntry, start: int, nbytes: int) -> np.ndarray[Any, Any]:
+        """Read bytes of a delta."""
+        self.received_bytes += nbytes
+        return source.read(self._log.position(entry) + start, nbytes, out=np.empty(nbytes, np.uint8))
+
     def _apply(
-        self, source: Buffer, latest: int, entries: tuple[LogEntry, ...], deltas: tuple[LogEntry, ...], to: int
+        self,
+        source: Buffer,
+        latest: int,
+        entries: tuple[LogEntry, ...],
+        deltas: tuple[LogEntry, ...],
+        chosen: Sequence[Choice],
+        to: int,
     ) -> bool:
-        """Bring the state to that generation. Returns False if the state is unchanged, or was spoiled."""
-        read = [np.empty(entry.nbytes, np.uint8) for entry in deltas]
-        for entry, delta in zip(deltas, read, strict=True):
-            if delta.size:
-                source.read(self._log.position(entry), delta.size, out=delta)
-                self.received_bytes += delta.size
+        """Bring the memory to that generation. Returns False if it is unchanged, or was spoiled."""
+        read = [choice.parts() for choice in chosen]
         if deltas and not self._log.holds(source, deltas[0], latest):
-            return False  # the deltas may have been overwritten; the state is unchanged
+            return False  # the deltas may have been overwritten; the memory is unchanged
         wanted = next(entry.total for entry in entries if entry.generation == to)
         self.generation = 0  # until all deltas are applied and the sum is right
         total: int | None = self._total
+        memory = self._memory
         for delta in read:
-            if delta.size and total is not None:
-                total = delta_apply(self._state.width, self._state.bytes, delta, total)
-        if total != wanted:
+            if delta is None or total is None:
+                return False
+            if len(delta):
+                total = delta_apply(memory.width, memory.bytes, memory.runs, memory.count, delta, total)
+        if total is None or (self._is_whole and total != wanted):
             return False
         self.generation, self._total = to, total
         return True

@@ -29,8 +29,8 @@ from smb.torch.deltas import DELTAS_MAX, DeltaReader, DeltaWriter, create
 from smb.torch.model_tensors import plain_name, plain_state
 from smb.torch.pairs import PairReader, Pairs, Spool, is_in_several_ranks, is_repeatable, with_forms
 from smb.torch.ranks import Ranks
-from smb.torch.shard_writer import ShardWriter, check_same, ranks_of
-from smb.torch.state_bytes import PartBytes, ReadBytes, StateBytes
+from smb.torch.shard_writer import ShardWriter, check_same, parts_of, ranks_of
+from smb.torch.state_bytes import PartBytes, StateBytes
 from smb.torch.tensor_slices import TensorSlice, checked_slice, is_sharded, local_of, slice_of, whole
 from smb.torch.tensor_values import changing, check_dense, is_expanded, is_extra_state, lasting
 from smb.train.group import METADATA
@@ -183,11 +183,6 @@ class Publisher:
                 raise InvalidArgumentError(f"{asked}: deltas must be 0 or from 2 to {DELTAS_MAX}, not {deltas!r}")
             if not isinstance(versions, int) or versions < 2:
                 raise InvalidArgumentError(f"{asked}: versions must be from 2 to 16, not {versions!r}")
-            if ranks is not None and deltas:
-                raise InvalidArgumentError(
-                    f"{asked}: deltas={deltas} does not work yet for a state that lies in {ranks.count} ranks; leave "
-                    f"deltas= out"
-                )
             tensors = None if source is None else self._selected(asked, source)
         if tensors is None:
             self._find()
@@ -245,7 +240,11 @@ class Publisher:
                 with ranks.agreed():
                     if not ranks.speaks:
                         buffer = client.open(name)
-                writer = ShardWriter(buffer, ranks, stored)
+                parts = parts_of(buffer, ranks, stored)
+                if deltas:
+                    writer = DeltaWriter(client, buffer, parts, deltas, placement, made, ranks)
+                else:
+                    writer = ShardWriter(buffer, ranks, parts)
             elif deltas:
                 writer = DeltaWriter(client, buffer, StateBytes(buffer), deltas, placement, made)
             else:
@@ -368,7 +367,7 @@ class Publisher:
             yield self._pairs.stored(again, self.buffer.table, self._tied)
 
     def _pair_writer(self) -> _WholeWriter | DeltaWriter:
-        if isinstance(self._writer, ShardWriter):
+        if self._ranks is not None or isinstance(self._writer, ShardWriter):
             raise InvalidArgumentError(
                 f"{self._asked}: each of several ranks publishes its shards; pass the sharded model or its state_dict, "
                 f"not pairs"
@@ -409,7 +408,7 @@ class Publisher:
         try:
             self._check_and_take(given)
         except Exception as error:
-            if not isinstance(self._writer, ShardWriter):
+            if self._ranks is None or isinstance(self._writer, _WholeWriter):
                 raise
             self._writer.fail(error)  # `publish` raises it at all ranks
 
@@ -489,17 +488,11 @@ class Follower:
         self._memory: StateBytes | PartBytes
         self._reader: DeltaReader | None = None
         if placements is not None:
-            if deltas:
-                raise InvalidArgumentError(
-                    f"{asked}: it is published with deltas={deltas}, which have whole tensors only; leave placements= "
-                    f"out, or publish without deltas="
-                )
-            self._memory = PartBytes(buffer.table, self._slices_of(asked, placements))
-        elif deltas:
-            self._memory = state = StateBytes(buffer)
-            self._reader = DeltaReader(client, buffer, self._nearest, state, deltas, max(timeout, 10.0))
+            self._memory = PartBytes(buffer, self._slices_of(asked, placements))
         else:
             self._memory = StateBytes(buffer)
+        if deltas:
+            self._reader = DeltaReader(client, buffer, self._nearest, self._memory, deltas, max(timeout, 10.0))
         session_of(client).published.add(self)
 
     @property
@@ -662,7 +655,7 @@ class Follower:
         """
         if self._reader is not None:
             self._read(f"pin of {self.buffer.name!r}")
-            yield self._generation(self.generation, self._copy)
+            yield self._generation(self.generation, lambda name: _copies({name: self._memory.tensors[name]})[name])
             return
         if self.latest == 0:
             raise _nothing_yet(f"pin of {self.buffer.name!r}")
@@ -674,7 +667,7 @@ class Follower:
             def read(start: int, memory: Any) -> None:
                 pin.read(start // dtype.itemsize, memory.nbytes // dtype.itemsize, out=memory.view(dtype))
 
-            yield self._generation(pin.version, read)
+            yield self._generation(pin.version, lambda name: self._memory.read_one(name, read))
 
     def _pin_nearest(self, held: ExitStack, ttl: float) -> Pin:
         while (near := self._nearest.buffer()) is not self.buffer:
@@ -686,13 +679,10 @@ class Follower:
                 self._nearest.leave(error)
         return held.enter_context(self.buffer.pin(ttl=ttl))
 
-    def _generation(self, number: int, read: ReadBytes) -> Generation:
+    def _generation(self, number: int, read: Callable[[str], torch.Tensor]) -> Generation:
         names = {name: name for name in self._memory.tensors}
         names |= {name: first for name, first in self._about["tied"].items() if first in names}
-        return Generation(number, names, lambda name: self._memory.read_one(name, read))
-
-    def _copy(self, start: int, memory: Any) -> None:
-        memory[:] = self._memory.bytes[start : start + memory.nbytes]
+        return Generation(number, names, read)
 
     def _read(self, asked: str, wanted: int | None = None) -> None:
         if wanted is not None and (not isinstance(wanted, int) or wanted < 1):
@@ -768,7 +758,7 @@ def follow(
       another zone, or a server. A mirror that dies, or receives nothing for 6 s, is replaced by the next one.
     - `placements` reads and receives parts only. A model with DTensors, or its state_dict, gives the shards of this
       rank, however the trainer is sharded. A mapping of names to slices, one for each dimension, gives these parts of
-      these tensors. Not for states published with deltas=.
+      these tensors. Of a state with deltas= it reads the parts of deltas that concern them.
 
     Does not wait for a generation: use Follower.wait. Raises NotFoundError, and InvalidArgumentError if the buffer is
     not a published state, or lacks tensors that placements= names.

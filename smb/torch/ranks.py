@@ -146,6 +146,31 @@ class Ranks:
             raise UnavailableError(f"a rank of the mesh is gone: {error}", outcome=UNKNOWN) from error
 
 
+class Alone:
+    """A process without others, in the place of Ranks."""
+
+    count = 1
+    rank = 0
+    speaks = True
+
+    def tell(self, what: Any = None) -> Any:
+        """As Ranks.tell."""
+        return what
+
+    def gather(self, what: Any) -> list[Any]:
+        """As Ranks.gather."""
+        return [what]
+
+    def agree(self, failure: BaseException | None) -> None:
+        """As Ranks.agree."""
+        if failure is not None:
+            raise failure
+
+    def agreed(self) -> contextlib.AbstractContextManager[None]:
+        """As Ranks.agreed."""
+        return contextlib.nullcontext()
+
+
 def _as_sent(failure: BaseException, rank: int) -> tuple[type[Error], str, CallOutcome]:
     """Return a failure in the form that is sent to other ranks."""
     if isinstance(failure, Error):

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -23,9 +23,9 @@ from smb.call.versions import Publication
 from smb.errors import APPLIED, NOT_APPLIED, CallOutcome, Error, InvalidArgumentError, UnavailableError
 from smb.pins import PIN_S_MAX
 from smb.spi import versions_of
-from smb.torch.ranks import Ranks, world
+from smb.torch.ranks import Alone, Ranks, world
 from smb.torch.state_bytes import PartBytes
-from smb.torch.tensor_slices import TensorSlice, is_sharded, local_of, slice_of
+from smb.torch.tensor_slices import TensorSlice, is_sharded, slice_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -59,28 +59,36 @@ def ranks_of(asked: str, state: torch.nn.Module | Mapping[str, Any], mesh: Devic
     return None if mesh is None or mesh.size() == 1 else Ranks(mesh, asked)
 
 
+def parts_of(buffer: Buffer, ranks: Ranks, tensors: Mapping[str, torch.Tensor]) -> PartBytes:
+    """Return memory for the parts of a state that this rank publishes. With all ranks. `tensors` are the stored tensors
+    as this rank has them.
+    """
+    with ranks.agreed():
+        parts = {name: slice_of(name, tensor) for name, tensor in tensors.items()}
+        # A tensor that is not a DTensor may differ between ranks (running statistics): the speaker's is published.
+        apart = {name for name, tensor in tensors.items() if not is_sharded(tensor)}
+    everywhere = ranks.gather(parts)
+    mine: dict[str, TensorSlice] = {}
+    for number, (name, part) in enumerate(parts.items()):
+        if part is None:
+            continue
+        holders = [rank for rank, each in enumerate(everywhere) if each[name] == part]
+        # One of the ranks with the same shard publishes it, in turn from tensor to tensor.
+        if ranks.rank == (0 if name in apart else holders[number % len(holders)]):
+            mine[name] = part
+    return PartBytes(buffer, mine)
+
+
 class ShardWriter:
     """One rank's side. All ranks make it, take a state, and publish together."""
 
-    def __init__(self, buffer: Buffer, ranks: Ranks, tensors: Mapping[str, torch.Tensor]) -> None:
-        """With all ranks. `tensors` are the stored tensors as this rank has them."""
+    def __init__(self, buffer: Buffer, ranks: Ranks, memory: PartBytes) -> None:
+        """With all ranks. `memory` is that of `parts_of`."""
         self._buffer = buffer
         self._ranks = ranks
         self._kept: Exception | None = None  # the error of taking the state, which `publish` raises at all ranks
-        with ranks.agreed():
-            parts = {name: slice_of(name, tensor) for name, tensor in tensors.items()}
-            # A tensor that is not a DTensor may differ between ranks (running statistics): the speaker's is published.
-            apart = {name for name, tensor in tensors.items() if not is_sharded(tensor)}
-        everywhere = ranks.gather(parts)
-        mine: dict[str, TensorSlice] = {}
-        for number, (name, part) in enumerate(parts.items()):
-            if part is None:
-                continue
-            holders = [rank for rank, each in enumerate(everywhere) if each[name] == part]
-            # One of the ranks with the same shard writes it, in turn from tensor to tensor.
-            if ranks.rank == (0 if name in apart else holders[number % len(holders)]):
-                mine[name] = part
-        self._memory = PartBytes(buffer.table, mine)
+        self._memory = memory
+        self.take = memory.take
 
     @property
     def generation(self) -> int:
@@ -92,19 +100,6 @@ class ShardWriter:
         """Number of bytes that this rank sends in each generation."""
         return self._memory.nbytes
 
-    def take(self, given: Mapping[str, torch.Tensor]) -> None:
-        """Copy the shards that this rank writes."""
-        self._memory.hold(given.values())
-        with torch.no_grad():
-            for name, tensor in self._memory.tensors.items():
-                here = local_of(given[name])
-                if here.shape != tensor.shape:
-                    raise InvalidArgumentError(
-                        f"publish {self._buffer.name!r}: this rank has {tuple(here.shape)} of {name}, and had "
-                        f"{tuple(tensor.shape)} at the first time; shard the state as it was then"
-                    )
-                tensor.copy_(here)
-
     def fail(self, error: Exception) -> None:
         """Let the next publication fail at all ranks with the error for which this rank's state was refused."""
         self._kept = error
@@ -113,56 +108,13 @@ class ShardWriter:
         """Publish the state that all ranks took last. Return its generation. With all ranks. Raises one rank's failure
         at all ranks.
         """
-        ranks, kept = self._ranks, self._kept
-        self._kept = None
-        ranks.agree(kept)
-        versions = versions_of(self._buffer)
-        if not ranks.speaks:
-            ranks.agree(None)  # until the first rank has the turn
-            turn = ranks.tell()
-            with ranks.agreed():
-                self._write(versions.take_part(turn))
-            return self._heard(ranks.tell())
-        try:
-            begun = versions.begin(timeout, _TURN_S, max(PIN_S_MAX, timeout - 1.0))
-        except BaseException as error:
-            ranks.agree(error)
-            raise
-        late = _Late(asked)
-        with begun.kept(late):
-            try:
-                ranks.agree(None)
-                ranks.tell(begun.turn)
-                with ranks.agreed(), late.writing():
-                    self._write(begun)
-            except BaseException as error:
-                begun.give_up()
-                if isinstance(error, UnavailableError):
-                    raise UnavailableError(f"{asked}: nothing was published: {error}", outcome=NOT_APPLIED) from error
-                raise
-            late.over()
-            said: _Said
-            try:
-                said = begun.commit(), None
-            except Error as error:
-                said = 0, (type(error), str(error), error.outcome)
-        try:
-            return self._heard(ranks.tell(said))
-        except UnavailableError as error:
-            if said[1] is not None:
-                raise
-            raise UnavailableError(
-                f"{asked}: generation {said[0]} was published, but {error}", outcome=APPLIED
-            ) from error
+        kept, self._kept = self._kept, None
+        self._ranks.agree(kept)
+        return self.publish_whole(asked, timeout, Late(asked))
 
-    @staticmethod
-    def _heard(said: _Said) -> int:
-        """Return the commit's generation, or raise its failure."""
-        generation, failure = said
-        if failure is not None:
-            kind, text, outcome = failure
-            raise kind(text, outcome=outcome)
-        return generation
+    def publish_whole(self, asked: str, timeout: float, late: Late) -> int:
+        """As publish, of a state that all ranks have taken."""
+        return publish_together(self._buffer, self._ranks, asked, timeout, late, lambda turn: turn.write(self._write))
 
     def _write(self, publication: Publication) -> None:
         ranges = list(self._memory.ranges)
@@ -181,14 +133,98 @@ class ShardWriter:
                 pass
 
 
-class _Late:
-    """Says whether a rank has been writing for so long that others should not wait for it. Called
-    from another thread.
+class SharedTurn:
+    """A publisher's turn, in which all ranks write."""
+
+    def __init__(self, ranks: Ranks | Alone, publication: Publication, late: Late) -> None:
+        self._ranks = ranks
+        self._publication = publication
+        self.late = late
+
+    @property
+    def version(self) -> int:
+        """The number of the version that is written."""
+        return self._publication.version
+
+    def write(self, write: Callable[[Publication], None]) -> None:
+        """Run `write` at all ranks, and return when all have done it. Raises one rank's failure at all ranks."""
+        with self._ranks.agreed(), self.late.writing():
+            write(self._publication)
+
+
+def publish_together(
+    buffer: Buffer,
+    ranks: Ranks | Alone,
+    asked: str,
+    timeout: float,
+    late: Late,
+    fill: Callable[[SharedTurn], None],
+) -> int:
+    """Publish a version that all ranks write, each by its own call of `fill`, and return the version's number. With all
+    ranks. What `fill` raises at one rank it must raise at all ranks.
+    """
+    versions = versions_of(buffer)
+    if not ranks.speaks:
+        ranks.agree(None)  # until the first rank has the turn
+        fill(SharedTurn(ranks, versions.take_part(ranks.tell()), late))
+        return _heard(ranks.tell())
+    try:
+        begun = versions.begin(timeout, _TURN_S, max(PIN_S_MAX, timeout - 1.0))
+    except BaseException as error:
+        ranks.agree(error)
+        raise
+    late.begin()
+    with begun.kept(late):
+        try:
+            ranks.agree(None)
+            ranks.tell(begun.turn)
+            fill(SharedTurn(ranks, begun, late))
+        except BaseException as error:
+            begun.give_up()
+            if isinstance(error, UnavailableError) and error.outcome is not NOT_APPLIED:
+                raise UnavailableError(f"{asked}: nothing was published: {error}", outcome=NOT_APPLIED) from error
+            raise
+        late.over()
+        failure: Error | None = None
+        said: _Said
+        try:
+            said = begun.commit(), None
+        except Error as error:
+            failure, said = error, (0, (type(error), str(error), error.outcome))
+    try:
+        ranks.tell(said)
+    except UnavailableError as error:
+        if failure is None:
+            raise UnavailableError(
+                f"{asked}: generation {said[0]} was published, but {error}", outcome=APPLIED
+            ) from error
+    if failure is not None:
+        raise failure
+    return said[0]
+
+
+def _heard(said: _Said) -> int:
+    """Return the commit's version, or raise its failure."""
+    version, failure = said
+    if failure is not None:
+        kind, text, outcome = failure
+        raise kind(text, outcome=outcome)
+    return version
+
+
+class Late:
+    """Says whether a rank has been writing for so long that others should not wait for it. Called from other threads,
+    one for each buffer to which the ranks publish.
     """
 
     def __init__(self, asked: str) -> None:
         self._asked = asked
-        self._ends = time.monotonic() + _LATE_S  # time for all ranks to hear of the turn
+        self._ends = float("inf")
+        self._said = False
+
+    def begin(self) -> None:
+        """Note that all ranks now hear of a turn."""
+        self._ends = time.monotonic() + _LATE_S
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
@@ -201,12 +237,16 @@ class _Late:
             self._ends = now + _LATE_TIMES * (now - began) + _LATE_S
 
     def over(self) -> None:
-        """Note that all ranks have written their shards."""
+        """Note that no rank is waited for now."""
         self._ends = float("inf")
 
     def __call__(self) -> bool:
+        """Return True if the turn should be given up."""
         if time.monotonic() < self._ends:
             return False
+        if self._said:
+            return True
+        self._said = True
         _log.warning(
             "%s: a rank of the mesh has not written its shards long after this one did; the turn is given up, and this "
             "publication will be refused",

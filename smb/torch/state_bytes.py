@@ -5,17 +5,18 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
 
-from smb.engine import address_of, memory_at, memory_of
-from smb.errors import NotFoundError
+from smb.engine import Runs, address_of, memory_at, memory_of
+from smb.errors import InvalidArgumentError, NotFoundError
 from smb.spi import versions_of
 from smb.tensors import ALIGNMENT_BYTES, TensorInfo
 from smb.torch.page_lock import page_lock
-from smb.torch.tensor_slices import TensorSlice, runs_of, shape_of
+from smb.torch.tensor_slices import TensorSlice, local_of, runs_of, shape_of
 from smb.torch.tensor_values import lasting, plain
 
 if TYPE_CHECKING:
@@ -28,6 +29,12 @@ class _Memory:
     """Bytes that hold a state, or a part of one."""
 
     bytes: np.ndarray[Any, np.dtype[np.uint8]]
+    tensors: dict[str, torch.Tensor]
+    _name: str  # of the state's buffer
+    # Deltas compare two states bit for bit, in elements of `width` bytes. The width is the size of the smallest element
+    # of any tensor (1, 2, 4 or 8), so that an element of a delta never covers two elements of a tensor.
+    width: int
+    count: int  # elements of that width in the whole state
     _times = 0  # number of copies between this memory and a device so far, counted up to 2
 
     def hold(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -41,41 +48,50 @@ class _Memory:
         if unlock is not None:
             weakref.finalize(self.bytes, unlock)
 
+    def take(self, given: Mapping[str, torch.Tensor]) -> None:
+        """Copy tensors of the state into this memory, as far as they lie in it."""
+        self.hold(given.values())
+        with torch.no_grad():
+            for name, tensor in given.items():
+                if name in self.tensors:
+                    self.tensors[name].copy_(self._local(name, tensor))
+
+    def host(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor's values, which `take` also accepts, in host memory as they lie in this memory. A tensor
+        that is like this already is not copied.
+        """
+        return plain(self._local(name, tensor).to("cpu", self.tensors[name].dtype))
+
+    def _local(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        here, wanted = local_of(tensor), self.tensors[name].shape
+        if here.shape != wanted:
+            raise InvalidArgumentError(
+                f"publish {self._name!r}: this rank has {tuple(here.shape)} of {name}, and had {tuple(wanted)} at the "
+                f"first time; shard the state as it was then"
+            )
+        return here
+
 
 class StateBytes(_Memory):
     """A whole state: as bytes, padded to whole words, and as elements of its buffer."""
 
     def __init__(self, buffer: Buffer) -> None:
+        self._name = buffer.name
         self.nbytes = buffer.nbytes
         self.bytes = np.zeros(-(-max(buffer.nbytes, 1) // 8) * 8, np.uint8)  # bytes between tensors are zero, too
         self.elements = self.bytes[: buffer.nbytes].view(buffer.dtype)
-        # Deltas compare two states bit for bit, in units of `width` bytes. The width is the size of the smallest
-        # element of any tensor (1, 2, 4 or 8), so that a unit never covers two elements.
-        sizes = [info.dtype.itemsize for info in buffer.table.values() if info.nbytes]
-        self.width = min((size for size in sizes if size in (2, 4, 8)), default=1) if min(sizes, default=1) > 1 else 1
+        self.width, self.count = _units(buffer.table)
+        self.runs: Runs = np.array([[0, 0, self.count]])  # of the state's elements in `bytes`
         self._infos = buffer.table
         self.tensors = {
             name: as_torch(self.bytes[info.offset : info.offset + info.nbytes], info.dtype, info.shape)
             for name, info in self._infos.items()
         }
 
-    def take(self, given: Mapping[str, torch.Tensor]) -> None:
-        """Copy tensors of the same names, shapes and dtypes into this memory."""
-        self.hold(given.values())
-        with torch.no_grad():
-            for name, tensor in given.items():
-                self.tensors[name].copy_(tensor)
-
-    def memories(self, given: Mapping[str, torch.Tensor]) -> Iterator[tuple[int, int, int, object]]:
-        """Yield (first byte in the buffer, address, bytes, owner) for each of these tensors, which `take` also accepts.
-
-        A tensor on a device is copied to host memory first. Keep the owner while the address is in use.
-        """
-        for name, tensor in given.items():
-            info = self._infos[name]
-            host = plain(tensor.to("cpu", self.tensors[name].dtype))
-            if info.nbytes:
-                yield info.offset, host.data_ptr(), info.nbytes, host
+    def runs_of(self, name: str) -> Runs:
+        """Return which elements of the state lie where in a tensor."""
+        info = self._infos[name]
+        return np.array([[info.offset // self.width, 0, info.nbytes // self.width]])
 
     def read(self, buffer: Buffer, version: int | None = None) -> int:
         """Read a version (default: the latest) from the buffer, or from a mirror of it. Return the version's number."""
@@ -98,8 +114,11 @@ class StateBytes(_Memory):
 class PartBytes(_Memory):
     """Parts of a state's tensors, and where they lie in its buffer."""
 
-    def __init__(self, table: Mapping[str, TensorInfo], slices: Mapping[str, TensorSlice]) -> None:
-        self.tensors: dict[str, torch.Tensor] = {}
+    def __init__(self, buffer: Buffer, slices: Mapping[str, TensorSlice]) -> None:
+        table = buffer.table
+        self.tensors = {}
+        self._name = buffer.name
+        self.width, self.count = _units(table)
         self._table = table
         self._slices: dict[str, slice] = {}  # by tensor: its place in `bytes`
         # By tensor: (first byte in the buffer, bytes, first byte in the part).
@@ -118,6 +137,19 @@ class PartBytes(_Memory):
         self.bytes = np.zeros(end, np.uint8)
         for name, part in slices.items():
             self.tensors[name] = as_torch(self.bytes[self._slices[name]], table[name].dtype, shape_of(part))
+
+    def runs_of(self, name: str) -> Runs:
+        """Return which elements of the state lie where in the part of a tensor."""
+        runs = np.array(self._runs[name], np.int64).reshape(-1, 3)[:, [0, 2, 1]] // self.width
+        return np.ascontiguousarray(runs[np.argsort(runs[:, 0])])
+
+    @cached_property
+    def runs(self) -> Runs:
+        """Which elements of the state lie where in `bytes`."""
+        runs = np.empty((0, 3), np.int64)
+        for name, part in self._slices.items():
+            runs = np.concatenate([runs, self.runs_of(name) + np.array([0, part.start // self.width, 0])])
+        return np.ascontiguousarray(runs[np.argsort(runs[:, 0])])
 
     @property
     def ranges(self) -> Iterator[tuple[int, int, Any]]:
@@ -140,6 +172,14 @@ class PartBytes(_Memory):
         for there, nbytes, here in self._runs[name]:
             read(there, memory[here : here + nbytes])
         return as_torch(memory, self._table[name].dtype, tuple(tensor.shape))
+
+
+def _units(table: Mapping[str, TensorInfo]) -> tuple[int, int]:
+    """Return the width of a state's elements for deltas, and their number."""
+    infos = [info for info in table.values() if info.nbytes]
+    sizes = [info.dtype.itemsize for info in infos]
+    width = min((size for size in sizes if size in (2, 4, 8)), default=1) if min(sizes, default=1) > 1 else 1
+    return width, max((info.offset + info.nbytes for info in infos), default=0) // width
 
 
 @lasting

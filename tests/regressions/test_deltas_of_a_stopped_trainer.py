@@ -15,7 +15,7 @@ import smb.torch
 from smb.call.dispatcher import Dispatcher
 from smb.call.versions import Publication
 from smb.engine import Opcode
-from smb.torch import deltas
+from smb.torch import shard_writer
 from tests.conftest import Connect
 
 ELEMENTS = 100_000
@@ -29,7 +29,7 @@ def state(number: int) -> dict[str, torch.Tensor]:
 
 
 def test_its_delta_is_refused(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deltas, "_TURN_S", 0.5)
+    monkeypatch.setattr(shard_writer, "_TURN_S", 0.5)
     monkeypatch.setattr(Publication, "kept", lambda *_: nullcontext())  # nobody renews it
     stopped = connect()
     first, second = (smb.torch.Publisher(each, "w", state(0), deltas=8) for each in (stopped, connect()))

@@ -18,6 +18,7 @@ import smb.torch
 import smb.train
 from tests.support.devices import BACKEND, DEVICE, ON_HOST
 from tests.support.exact_steps import goal_of, shaped
+from tests.support.sparse_states import shards_of, state_of
 
 NAME = "run"
 NOWHERE = torch.device("meta")  # a program's default device, which is not for what smb makes
@@ -68,6 +69,7 @@ class Rank:
         handler.emit = lambda record: self._warnings.append(record.getMessage())  # type: ignore[method-assign]
         logging.getLogger("smb").addHandler(handler)
         self._shared: Any = None
+        self._follower: Any = None
         self._grid: Any = None
 
     def sharded(self, kind: str, seed: int = 0) -> nn.Module:
@@ -126,6 +128,40 @@ class Rank:
                     tensor.zero_()
             generation = future.result(60)
         return generation, self._publisher.sent_bytes, same
+
+    def sparse_publisher(self, name: str, kind: str, turn_s: float = 10.0, **options: Any) -> int:
+        """Make a Publisher of a state of tests.support.sparse_states; return the generation so far. `turn_s`: how long
+        the next trainer waits where this one is killed.
+        """
+        from smb.torch import shard_writer
+
+        shard_writer._TURN_S = turn_s
+        self._kind = kind
+        self._publisher = smb.torch.Publisher(self._client, name, shards_of(state_of(0), self._mesh, kind), **options)
+        return self._publisher.generation
+
+    def sparse_publish(self, number: int, wrong: tuple[int, ...] = ()) -> tuple[int, int]:
+        """Publish the state of that number; return the generation, and the bytes that this rank sent. Ranks in `wrong`
+        have another state.
+        """
+        state = shards_of(state_of(number), self._mesh, self._kind)
+        generation = self._publisher.publish({} if self._rank in wrong else state)
+        return generation, self._publisher.sent_bytes
+
+    def sparse_read(self, name: str, kind: str, generation: int) -> tuple[bool, int, int]:
+        """Read a generation of that state with shards of this mesh. Return whether its bits are right, the bytes that
+        came, and the bytes of this rank's shards.
+        """
+        if self._follower is None:
+            like = shards_of(state_of(0), self._mesh, kind)
+            self._follower = smb.torch.follow(self._client, name, placements=like, timeout=60)
+        self._follower.wait(generation=generation, timeout=60)
+        found = self._follower.state_dict(generation=generation)
+        wanted = shards_of(state_of(generation), self._mesh, kind)
+        wanted = {key: getattr(each, "to_local", lambda each=each: each)().cpu() for key, each in wanted.items()}
+        same = all(each.view(-1).view(torch.uint8).equal(wanted[key].contiguous().view(-1).view(torch.uint8))
+                   for key, each in found.items())  # fmt: skip
+        return same, self._follower.received_bytes, sum(each.nbytes for each in wanted.values())
 
     def die_at(self, step: str, rank: int) -> None:
         """Have a rank kill itself at a step of its next publication, before what the step names."""

@@ -229,6 +229,7 @@ LEFT_OUT = {
     "train/test_rounds.py": _TRAINING,
     "train/test_saved.py": _TRAINING,
     "train/test_shared_model.py": _TRAINING,
+    "train/test_shard_deltas.py": _TRAINING,
     "train/test_shard_publishing.py": _TRAINING,
     "train/test_status.py": _TRAINING,
     "train/test_states_on_the_page.py": _TRAINING,
