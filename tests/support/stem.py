@@ -31,6 +31,8 @@ from smb.daemon.launch import python_m
 
 MODULES = ("memserver", "smb.tools.cli.main")
 IMPORTED = ("memserver.cli", "smb.tools.cli.main", "smb.tools.cli.coordinator", "smb.coordinator.process")
+# What they import when they run, if it is installed: typer's module brings pydantic, most of a daemon's start.
+WHEN_RUN = ("typer._adapters", "typer._click.decorators", "grpc._server", "grpc._channel", "encodings.idna")
 SAFE = python_m()  # how the product starts a module
 _MESSAGE_BYTES = 1 << 17
 _STEMS_MAX = 4
@@ -277,6 +279,9 @@ def _main() -> None:
     _arm_late()
     for module in modules:
         __import__(module)
+    for module in WHEN_RUN:
+        with contextlib.suppress(ImportError):
+            __import__(module)
     for module in MODULES:
         sys.modules.pop(module, None)  # it runs as __main__
     assert len(list(Path("/proc/self/task").iterdir())) == 1, f"{modules} start threads"
