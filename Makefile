@@ -73,9 +73,15 @@ pytest: $(VENV)/test-installed packages
 		$(or $(TESTS),$(NIGHTLY:%=--ignore=%)), \
 		pytest. One test again: $(BIN)/pytest FILE::TEST)
 
-# Debian's, one after the other: each holds the package manager's lock. libssl before them, as the C tests have it installed, too.
+# Tools of tests, from Debian: all at once, as each update of the package lists takes seconds. libssl before them, since the C
+# tests have it installed, too, and the package manager has one lock. Without a tool its tests are reported as not run.
+TOOLS := chromium etcd-server fuse3 nftables prometheus systemd tmux
 packages: libssl
-	-@for each in spin systemd chromium tmux prometheus etcd-server fuse3 nftables; do $(MAKE) --no-print-directory $$each; done
+	-@$(PYTHON) -m tests.support.packages $(TOOLS)
+
+# libssl: OpenSSL, for the engine's TLS; csrc/check-build-needs.sh asks for it where the package is built. spin: a model checker.
+$(TOOLS) libssl spin:
+	-@$(PYTHON) -m tests.support.packages $@
 
 C_FILES := $(wildcard csrc/*/*.[ch] csrc/*/*.inc tests/engine/c/*.[ch] tests/engine/fuzz/*.[ch] tests/support/*.c perf/*.[ch])
 # Text for people, and Python.
@@ -132,7 +138,7 @@ fault: $(VENV)/test-installed etcd-server nftables spin
 # The tests of other folders that are longer with SMB_LONG, or run with it alone, and those that CI does not run. One of them:
 # make long TESTS=tests/train/test_demo.py
 LONGER := '\b(SMB_)?LONG\b|fault\.long|device_cases|support\.kernels'
-long:
+long: spin
 	@$(MAKE) --no-print-directory pytest SMB_LONG=1 TESTS="$(or $(TESTS),$$({ find $(NIGHTLY) -name 'test_*.py'; \
 		grep -rlE $(LONGER) --include='test_*.py' $(addprefix tests/,unit api train files ops security regressions); } | \
 		sort -u | tr '\n' ' '))"
@@ -149,31 +155,6 @@ simulate: $(VENV)/test-installed
 
 model: $(VENV)/test-installed spin
 	$(BIN)/python tests/engine/model/run_models.py
-
-# A model checker, which no package index has. Without it its test is reported as not run.
-spin:
-	@command -v spin >/dev/null || { apt-get update -q && apt-get install -y -q spin; } >/dev/null 2>&1 || \
-		echo "spin is not here and could not be installed: the models are not run"
-
-# A browser for the tests of the coordinator's page. Without it they are reported as not run.
-chromium:
-	@command -v chromium >/dev/null || { apt-get update -q && apt-get install -y -q --no-install-recommends chromium; } \
-		>/dev/null 2>&1 || echo "chromium is not here and could not be installed: the page is not tested"
-
-# A terminal for the test of `smb top`. Without it that is reported as not run.
-tmux:
-	@command -v tmux >/dev/null || { apt-get update -q && apt-get install -y -q --no-install-recommends tmux; } \
-		>/dev/null 2>&1 || echo "tmux is not here and could not be installed: smb top is not tried in a terminal"
-
-# OpenSSL, for the engine's TLS; csrc/check-build-needs.sh asks for it where the package is built.
-libssl:
-	@[ -e /usr/include/openssl/ssl.h ] || { apt-get update -q && apt-get install -y -q libssl-dev; } >/dev/null 2>&1 || \
-		echo "libssl-dev is not here and could not be installed: the engine does not compile"
-
-# systemd, which checks units. Without it these tests are reported as not run.
-systemd:
-	@command -v systemd-analyze >/dev/null || { apt-get update -q && apt-get install -y -q systemd; } >/dev/null 2>&1 || \
-		echo "systemd is not here and could not be installed: units are not checked"
 
 # The site from README.md, docs/ and the docstrings, into build/site; warnings are errors. SITE=: another folder.
 docs: $(VENV)/test-installed
@@ -215,11 +196,6 @@ bare:
 etcd: $(VENV)/test-installed etcd-server
 	SMB_LONG=1 $(if $(ROUNDS),SMB_ROUNDS=$(ROUNDS)) $(BIN)/pytest -s tests/fault/test_leader_changes.py
 
-# The real etcd, and etcdctl. Without it its tests are reported as not run.
-etcd-server:
-	@command -v etcd >/dev/null || tests/support/install-without-service.sh etcd-server etcd-client >/dev/null 2>&1 || \
-		echo "etcd is not here and could not be installed: what needs it is not run"
-
 # smb.ray on a real Ray of two nodes on this machine, and its example with Ray Train. In an environment of its own, as Ray
 # is 80 MB and brings much else; in any other its tests are reported as not run.
 ray:
@@ -228,11 +204,6 @@ ray:
 ray-tests: $(VENV)/demo-installed
 	@$(call step,$(call pip-install,--editable ".[ray]" "ray[train]" pytest pytest-timeout hypothesis), Ray. The same call again goes on from there)
 	@$(call step,$(BIN)/python -m pytest tests/ops/test_ray.py, pytest. One test again: $(BIN)/pytest FILE::TEST)
-
-# The real Prometheus, with promtool. Without it its tests are reported as not run.
-prometheus:
-	@command -v promtool >/dev/null || tests/support/install-without-service.sh prometheus >/dev/null 2>&1 || \
-		echo "prometheus is not here and could not be installed: what needs it is not run"
 
 # The tables of docs/protocol.md, from csrc/protocol.toml.
 protocol-page: $(VENV)/installed
@@ -243,11 +214,6 @@ metrics-page: $(VENV)/installed
 	$(BIN)/python docs/make_metrics.py
 	$(BIN)/python deploy/grafana/make_dashboards.py
 	$(BIN)/python deploy/kubernetes/make_rules.py
-
-# FUSE, which smb mount needs of the system. Without it, or without /dev/fuse, its tests are reported as not run.
-fuse3:
-	@command -v fusermount3 >/dev/null || { apt-get update -q && apt-get install -y -q fuse3; } >/dev/null 2>&1 || \
-		echo "fuse3 is not here and could not be installed: nothing is mounted"
 
 # The tests of the wire, the public API, files, commands and training, daemons and clients alike under address and undefined-behaviour
 # checks; leaks are not looked for. Not those of fork: the checker's allocator may be locked by another thread when a process forks, and
@@ -269,11 +235,6 @@ MINUTES ?= 60
 soak: $(VENV)/test-installed
 	-@$(MAKE) --no-print-directory nftables etcd-server fuse3
 	$(BIN)/python -m tests.soak --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) $(SOAK)
-
-# nftables, which cuts a network. Without it, or without the right to change it, that fault is named as not done.
-nftables:
-	@command -v nft >/dev/null || { apt-get update -q && apt-get install -y -q nftables; } >/dev/null 2>&1 || \
-		echo "nftables is not here and could not be installed: no network is cut"
 
 # The figures of docs/promises.md that are ratios.
 promises: $(VENV)/installed

@@ -1,4 +1,9 @@
-"""Installs Debian packages that tests need."""
+"""Installs Debian packages that tests need.
+
+`python3 -m tests.support.packages TOOL...` installs those of the tools in TOOLS that are missing, as root, in one run of
+the package manager, since each update of its lists takes seconds. Tests whose tool is missing are reported as not run, so
+the exit code is 0 also if a tool could not be installed; a line says so.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +11,39 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import NamedTuple
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Tool(NamedTuple):
+    """A program or a file of Debian packages, and what happens without it."""
+
+    sign: str
+    packages: tuple[str, ...]
+    without: str
+
+    def missing(self) -> bool:
+        """Whether it is not on this machine."""
+        return not (shutil.which(self.sign) or Path(self.sign).is_file())
+
+
+TOOLS = {
+    "chromium": Tool("chromium", ("chromium",), "the page is not tested"),
+    "etcd-server": Tool("etcd", ("etcd-server", "etcd-client"), "what needs etcd is not run"),
+    "fuse3": Tool("fusermount3", ("fuse3",), "nothing is mounted"),
+    "libssl": Tool("/usr/include/openssl/ssl.h", ("libssl-dev",), "the engine does not compile"),
+    "nftables": Tool("nft", ("nftables",), "no network is cut"),
+    "prometheus": Tool("promtool", ("prometheus",), "what needs Prometheus is not run"),
+    "spin": Tool("spin", ("spin",), "the models are not run"),
+    "systemd": Tool("systemd-analyze", ("systemd",), "units are not checked"),
+    "tmux": Tool("tmux", ("tmux",), "smb top is not tried in a terminal"),
+}
 
 
 class PackagesError(Exception):
@@ -66,3 +99,51 @@ def _signals_put_off() -> Iterator[None]:
             signal.signal(number, handler)
         if came:
             signal.raise_signal(came[0])
+
+
+def install_tools(names: Sequence[str]) -> list[str]:
+    """Install the tools that are missing, all at once, or one by one if that fails, since a tool may have no package here.
+    Return a line for each that is still missing.
+    """
+    missing = [name for name in names if TOOLS[name].missing()]
+    if missing and os.geteuid() == 0:
+        with _no_services():
+            try:
+                install([package for name in missing for package in TOOLS[name].packages])
+            except PackagesError:
+                for name in missing:
+                    try:
+                        install(TOOLS[name].packages)
+                    except PackagesError:
+                        continue
+    return [
+        f"{name} is not here and could not be installed ({', '.join(TOOLS[name].packages)}): {TOOLS[name].without}"
+        for name in missing
+        if TOOLS[name].missing()
+    ]
+
+
+@contextmanager
+def _no_services(policy: Path = Path("/usr/sbin/policy-rc.d")) -> Iterator[None]:
+    """Let packages start no services, which would take ports and stay."""
+    ours = not policy.exists()
+    if ours:
+        policy.write_text("#!/bin/sh\nexit 101\n")
+        policy.chmod(0o755)
+    try:
+        yield
+    finally:
+        if ours:
+            policy.unlink()
+
+
+def main() -> None:
+    """Install the tools that the arguments name."""
+    for number in SIGNALS:
+        signal.signal(number, lambda number, _frame: sys.exit(128 + number))
+    for line in install_tools(sys.argv[1:]):
+        print(line)
+
+
+if __name__ == "__main__":
+    main()

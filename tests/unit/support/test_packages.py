@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import packages
 from tests.support.daemons import wait_for
-from tests.support.packages import PackagesError, install
+from tests.support.packages import PackagesError, Tool, install, install_tools
 
 ROOT = Path(__file__).parents[3]
 
@@ -108,3 +109,32 @@ def installer() -> subprocess.Popen[str]:
     )
     command = [sys.executable, "-c", code]
     return subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True)
+
+
+@pytest.fixture
+def tools(debian: Debian, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Two tools of packages that are not installed; returns the file that keeps services from starting."""
+    of = {name: Tool(f"tool-{name}", (name,), f"no {name} is tried") for name in ("one", "two")}
+    monkeypatch.setattr(packages, "TOOLS", of)
+    policy = tmp_path / "policy"
+    monkeypatch.setattr(packages._no_services.__wrapped__, "__defaults__", (policy,))
+    return policy
+
+
+def test_tools_are_installed_at_once_and_start_no_service(debian: Debian, tools: Path) -> None:
+    debian.apt_get(install="cp policy policy-then; echo >tool-one; chmod +x tool-one; cp tool-one tool-two")
+    assert install_tools(["one", "two"]) == []
+    update, _, words = debian.asked.read_text().splitlines()
+    assert update.endswith("update")
+    assert words.endswith("install -y --no-install-recommends one two")
+    assert debian.made("policy-then")
+    assert not tools.exists()
+    debian.asked.write_text("")
+    assert install_tools(["one", "two"]) == []
+    assert debian.asked.read_text() == ""
+
+
+def test_a_tool_without_a_package_keeps_no_other_away(debian: Debian, tools: Path) -> None:
+    debian.program("apt-get", 'case "$*" in *two*) exit 100 ;; *install*one) echo >tool-one; chmod +x tool-one ;; esac')
+    assert install_tools(["one", "two"]) == ["two is not here and could not be installed (two): no two is tried"]
+    assert not tools.exists()
