@@ -1,8 +1,8 @@
 """Installs Debian packages that tests need.
 
-`python3 -m tests.support.packages TOOL...` installs those of the tools in TOOLS that are missing, as root, in one run of
-the package manager, since each update of its lists takes seconds. Tests whose tool is missing are reported as not run, so
-the exit code is 0 also if a tool could not be installed; a line says so.
+`python3 -m tests.support.packages TOOL...` installs those of the tools in TOOLS that are missing, as root, in one run
+of the package manager, since each update of its lists takes seconds. Tests whose tool is missing are reported as not
+run, so the exit code is 0 also if a tool could not be installed; a line says so.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def _signals_put_off() -> Iterator[None]:
 
 
 def install_tools(names: Sequence[str]) -> list[str]:
-    """Install the tools that are missing, all at once, or one by one if that fails, since a tool may have no package here.
+    """Install the tools that are missing, all at once, or one by one if that fails, since a tool may have no package.
     Return a line for each that is still missing.
     """
     missing = [name for name in names if TOOLS[name].missing()]
