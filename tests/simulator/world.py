@@ -18,7 +18,7 @@ from typing import Any
 
 import grpc
 
-from smb.coordinator.bundles import Bundles
+from smb.coordinator.bundles import Bundles, bundle_of
 from smb.coordinator.commit_log import Committed
 from smb.coordinator.events import BufferMade, CopyBegun, Event
 from smb.coordinator.state import State
@@ -505,10 +505,16 @@ class World:
         for name in self.hosts:
             if not state.heard(name, now):
                 return f"memory server {name} is not heard"
-        lost = state.lost_segments(now)
+        # What moves together with lost memory gets no second copy until somebody deletes what is lost.
+        lost = {
+            bundle_of(segment)
+            for record in state.buffers.values()
+            for segment in record.segments
+            if segment.id in state.lost_segments(now)
+        }
         for record in state.buffers.values():
             for segment in record.segments:
-                if record.replicas == 2 and not segment.backup and segment.id not in lost:
+                if record.replicas == 2 and not segment.backup and bundle_of(segment) not in lost:
                     beside = [name for name, held in state.unexplained.items() if segment.id in held]
                     if not beside:
                         return f"{record.title}: {segment} has one copy"

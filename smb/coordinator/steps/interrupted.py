@@ -5,7 +5,7 @@ power failure took their end. In the second case clients may have used the buffe
 buffer counts as made if each of its segments is somewhere, whole. It is taken back if a segment is nowhere, and nothing
 was ever written to the others: what is dropped then has nothing that a client was told of. If a segment is nowhere and
 others were used, the buffer counts as made, and that segment as lost. While a server that may have a segment has not
-been heard of, nothing is decided, and clients do not see the buffer. Pure.
+been heard of, nothing is decided, clients do not see the buffer, and none of its copies takes over from another. Pure.
 """
 
 from __future__ import annotations
@@ -64,9 +64,11 @@ def interrupted_judged(state: State, changes_max: int | None, now: Instant) -> S
     effects: list[Effect] = []
     for record in _records(state)[:changes_max]:
         known = state.interrupted[record.id]
-        somewhere = frozenset().union(*known.held.values())
+        # A server that has died since its report may have lost what it held.
+        held = {name: numbers for name, numbers in known.held.items() if state.heard(name, now)}
+        somewhere = frozenset().union(*held.values())
         nowhere = [segment for segment in record.segments if segment.id not in somewhere]
-        if any({each.server, each.backup} - {""} - known.held.keys() for each in nowhere):
+        if any({each.server, each.backup} - {""} - held.keys() for each in nowhere):
             continue
         state, ended = _taken_back(state, record) if nowhere and not known.used else _made(state, record, known, now)
         effects += ended

@@ -16,6 +16,7 @@ from smb.coordinator.events import (
     SaveLineage,
     Ticked,
 )
+from smb.coordinator.records import BufferRecord
 from smb.coordinator.replicas import fail_over
 from smb.coordinator.state import State, Step, remove, without
 from smb.coordinator.steps.copies import judge_copies
@@ -69,11 +70,13 @@ def ticked(state: State, event: Ticked, now: Instant) -> Step:
         effects.append(Report(logging.INFO, f"session of {state.client_names[session_id]} is gone: no renewal"))
     state, ends = end_sessions(state, gone)
     effects += ends
-    state, saves = judge_copies(
-        state,
-        lambda record: fail_over(record, alive, lambda name: name not in event.silent and state.heard(name, now)),
-        event.ends_max,
-    )
+
+    def judge(record: BufferRecord) -> BufferRecord:
+        if record.id in state.interrupted:  # the survivor may never have made its copy
+            return record
+        return fail_over(record, alive, lambda name: name not in event.silent and state.heard(name, now))
+
+    state, saves = judge_copies(state, judge, event.ends_max)
     effects += saves
     forgotten = [
         server.name

@@ -403,8 +403,8 @@ def test_what_was_made_for_other_roles_is_taken_back(cluster: Cluster) -> None:
 
 @pytest.mark.parametrize("lost", [False, True])
 def test_a_target_is_given_all_and_the_copy_that_stays_is_asked_for_all(cluster: Cluster, lost: bool) -> None:
-    """In this order: confirmed, and then as for one: made, yielded, confirmed, stored, confirmed in its new role. If the
-    copy that stays was lost while the change was stored, the other one is not dropped.
+    """In this order: confirmed, and then as for one: made, yielded, confirmed, stored, confirmed in its new role. If
+    the copy that stays was lost while the change was stored, the other one is not dropped.
     """
     made(cluster)
     cluster.do(ServerDrained("a"))

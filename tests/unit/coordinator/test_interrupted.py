@@ -16,6 +16,7 @@ from smb.coordinator.events import (
     Restarted,
     SaveBuffer,
     ServerDied,
+    Ticked,
     UnexplainedJudged,
     WakeOpeners,
 )
@@ -151,6 +152,26 @@ def test_one_copy_of_two_is_enough() -> None:
         back(cluster, name, replace(USED, epoch=1) if name == segment.server else None, 2 if name == "b" else 1)
     (after,) = cluster.state.buffers["half"].segments
     assert (after.server, after.backup, after.epoch) == (segment.server, "", 2)
+
+
+def test_a_report_counts_while_its_server_lives() -> None:
+    """a has its copy, b never made one. Then a is gone: b does not take over, and a is waited for."""
+    cluster = Cluster()
+    cluster.register("a", "b", "c")
+    cluster.want("half", replicas=2, server_names=("a",))
+    before = cluster.state.buffers["half"]
+    (segment,) = before.segments
+    cluster = again(cluster)
+    back(cluster, segment.server, replace(NEW, epoch=1))
+    cluster.do(ServerDied(segment.server, 1))
+    for name in {"a", "b", "c"} - {segment.server}:
+        back(cluster, name, None)
+    cluster.do(Ticked())
+    assert judged(cluster) == []
+    assert cluster.state.buffers["half"] == before
+    back(cluster, segment.server, None, 2)
+    assert judged(cluster) == []
+    assert cluster.state.buffers == {}
 
 
 def test_a_primary_that_was_restarted_does_not_go_on_with_its_backup() -> None:
