@@ -30,7 +30,7 @@ from smb.torch.model_tensors import plain_name, plain_state
 from smb.torch.pairs import PairReader, Pairs, Spool, is_in_several_ranks, is_repeatable, with_forms
 from smb.torch.ranks import Ranks
 from smb.torch.shard_writer import ShardWriter, check_same, parts_of, ranks_of
-from smb.torch.state_bytes import PartBytes, StateBytes
+from smb.torch.state_bytes import Allocate, PartBytes, StateBytes
 from smb.torch.tensor_slices import TensorSlice, checked_slice, is_sharded, local_of, slice_of, whole
 from smb.torch.tensor_values import changing, check_dense, is_expanded, is_extra_state, lasting
 from smb.train.group import METADATA
@@ -468,7 +468,10 @@ class Follower:
         timeout: float = 0.0,
         near: str | None = None,
         placements: Placements | None = None,
+        *,
+        allocate: Allocate | None = None,
     ) -> None:
+        """`allocate` gives the memory of a whole state, which several processes may share (smb/torch/host_copy.py)."""
         asked = f"follow {buffer.name!r}"
         if METADATA in buffer.metadata:
             raise InvalidArgumentError(
@@ -490,7 +493,7 @@ class Follower:
         if placements is not None:
             self._memory = PartBytes(buffer, self._slices_of(asked, placements))
         else:
-            self._memory = StateBytes(buffer)
+            self._memory = StateBytes(buffer, allocate)
         if deltas:
             self._reader = DeltaReader(client, buffer, self._nearest, self._memory, deltas, max(timeout, 10.0))
         session_of(client).published.add(self)
@@ -632,6 +635,11 @@ class Follower:
         ```
         """
         self._read(f"views of {self.buffer.name!r}", generation)
+        return self._named()
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """What the last read has left, as views() returns it. Reads nothing; zeros before the first read."""
         return self._named()
 
     def _named(self, tensors: dict[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:

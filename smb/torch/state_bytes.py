@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from smb.buffer import Buffer
 
 ReadBytes: TypeAlias = "Callable[[int, np.ndarray[Any, Any]], None]"  # (first byte in the buffer, destination)
+Allocate: TypeAlias = "Callable[[int], np.ndarray[Any, np.dtype[np.uint8]]]"  # (bytes) -> memory
 
 
 class _Memory:
@@ -75,10 +76,13 @@ class _Memory:
 class StateBytes(_Memory):
     """A whole state: as bytes, padded to whole words, and as elements of its buffer."""
 
-    def __init__(self, buffer: Buffer) -> None:
+    def __init__(self, buffer: Buffer, allocate: Allocate | None = None) -> None:
+        """`allocate` gives the memory, zeros or a state that another process keeps there."""
         self._name = buffer.name
         self.nbytes = buffer.nbytes
-        self.bytes = np.zeros(-(-max(buffer.nbytes, 1) // 8) * 8, np.uint8)  # bytes between tensors are zero, too
+        padded = -(-max(buffer.nbytes, 1) // 8) * 8
+        # Bytes between tensors are zero, too.
+        self.bytes = np.zeros(padded, np.uint8) if allocate is None else allocate(padded)
         self.elements = self.bytes[: buffer.nbytes].view(buffer.dtype)
         self.width, self.count = _units(buffer.table)
         self.runs: Runs = np.array([[0, 0, self.count]])  # of the state's elements in `bytes`

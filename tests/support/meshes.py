@@ -308,6 +308,27 @@ class Rank:
         """Return the model's running mean."""
         return [float(value.sum()) for key, value in self._model.state_dict().items() if "running_mean" in key]
 
+    def copy(self, name: str) -> bool:
+        """Share a host's copy of a published state with the other ranks. Return whether this one reads."""
+        from smb.torch.host_copy import HostCopy
+        from smb.torch.ranks import Ranks
+
+        self._copy = HostCopy(self._client, name, 30.0, None, Ranks(self._mesh, "copy"))
+        return self._copy._reads
+
+    def hold(self, generation: int, timeout: float = 30.0, fails: int = -1) -> tuple[dict[str, Any], str]:
+        """Return that generation of the copy, and the inode of the memory that it is in. One rank may fail there."""
+        with self._copy.held(generation, timeout) as tensors:
+            if fails == self._rank:
+                raise smb.Error("no room on the device")
+            maps = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
+            places = {line[4] for line in maps if line[5:6] == [f"/memfd:smb-{self._copy.name}"]}
+            return {name: tensor.tolist() for name, tensor in tensors.items()}, ",".join(places)
+
+    def uncopy(self) -> None:
+        """Stop following it."""
+        self._copy.close()
+
     def close(self) -> list[Any]:
         """Leave; return the parameters, whole."""
         self._shared.close()

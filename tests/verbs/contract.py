@@ -215,6 +215,7 @@ LEFT_OUT = {
     "train/test_first_hour.py": _TRAINING,
     "train/test_framework_groups.py": _TRAINING,
     "train/test_frameworks.py": _TRAINING,
+    "train/test_host_copy.py": "is about memory of readers",
     "train/test_hsgd.py": _TRAINING,
     "train/test_kinds_of_states.py": _TRAINING,
     "train/test_members.py": _TRAINING,
@@ -237,5 +238,6 @@ LEFT_OUT = {
     "train/test_torch_devices.py": _TRAINING,
     "train/test_two_copies.py": _TWO_COPIES,
     "train/test_vllm.py": "no engine of vLLM knows a transport",
+    "train/test_vllm_wheels.py": "no engine of vLLM knows a transport",
     "train/test_work_units.py": _TRAINING,
 }
