@@ -146,8 +146,8 @@ class Relays:
                         plan_number=report["plan_number"],
                         plan_last_version=report["plan_last_version"],
                         feeds=[
-                            pb.Feed(name=name, bytes_per_s=rate)
-                            for name, rate in list(report["feeds"].items())[:ITEMS_MAX]
+                            pb.Feed(name=name, bytes_per_s=rate, limited=limited)
+                            for name, (rate, limited) in list(report["feeds"].items())[:ITEMS_MAX]
                         ],
                     )
                     for report in told

@@ -187,11 +187,6 @@ class Cluster:
         (line,) = (line for line in table.splitlines() if line.strip().startswith("eth0:"))
         return int(line.split()[9])
 
-    def mirrors(self) -> list[Any]:
-        """Return what there is, as `smb relay --json` says."""
-        line = [*PYTHON, "smb.tools.cli.main", "relay", "m", "--coordinator", self.address, "--json"]
-        return list(json.loads(self.lab.run("ctl", line, capture_output=True, text=True).stdout))
-
 
 def line(process: subprocess.Popen[str]) -> dict[str, Any]:
     """Return the next line of JSON that it printed."""
@@ -211,7 +206,7 @@ class Found:
 
 
 def run(case: Case, rate: str, mbytes: int, generations: int) -> Iterator[Found]:
-    """Yield what was measured of each generation."""
+    """Yield what was measured of each generation, and before these of one that is published while relays begin."""
     one_copy_s = (mbytes << 23) / (0.956 * case.trainer * parse_rate(rate))
     with Cluster(case, rate, mbytes) as cluster:
         trainer = cluster.beside("trainer", "train", cluster.address, str(mbytes), str(int(case.relays)))
@@ -225,12 +220,7 @@ def run(case: Case, rate: str, mbytes: int, generations: int) -> Iterator[Found]
                 left -= part
         for process, _ in processes:
             line(process)
-        deadline = time.monotonic() + READY_S
-        while case.relays and sum(m["alive"] for m in cluster.mirrors()) < len(case.uploads):
-            if time.monotonic() > deadline:
-                raise SystemExit(f"no relays: {cluster.log('h0')}")
-            time.sleep(0.5)
-        for number in range(1, generations + 1):
+        for number in range(1, generations + 2):
             assert trainer.stdin is not None
             before = cluster.sent_bytes()
             trainer.stdin.write("\n")
@@ -269,12 +259,14 @@ def main() -> None:
     for name in options.cases.split(","):
         case = CASES[name]
         found = list(run(case, options.rate, options.mbytes, options.generations))
-        times = [each.time / case.formula for each in found]
+        first, *times = (each.time / case.formula for each in found)
         goal = f", goal {case.limit:g}" if case.limit else ""
         of = "S/W" if case.formula == 1.0 else "the formula"
         print(
             f"{name}: {case.title}: median {median(times):.2f} {of}, at most {max(times):.2f}{goal}; by generation "
-            f"{' '.join(f'{each:.2f}' for each in times)}; copies {' '.join(f'{each.copies:.2f}' for each in found)}; "
+            f"{' '.join(f'{each:.2f}' for each in times)}; copies "
+            f"{' '.join(f'{each.copies:.2f}' for each in found[1:])}; before these, while relays began: "
+            f"{first:.2f}, {found[0].copies:.2f} copies; "
             f"read from {found[-1].sources} buffers",
             flush=True,
         )

@@ -56,6 +56,7 @@ class MirrorPlans:
         self.since = since
         self.plans: tuple[MirrorPlan, ...] = ()
         self.planned_for: object = None  # what the last decision was made from
+        self.known_rates: dict[str, float] = {}  # for sending_rates
         self._number = 0
         self._last_version = 0  # greatest version that any relay has a plan for
         self._published = 0
@@ -70,6 +71,10 @@ class MirrorPlans:
     def is_in_force(self) -> bool:
         """True if the latest plan holds for what is published now. Until then it is not replaced."""
         return bool(self.plans) and self.plans[-1].first_version <= max(1, self._published)
+
+    def is_measured(self, version: int) -> bool:
+        """True if a relay that has this version has filled one by the latest plan."""
+        return version >= max(1, self.plans[-1].first_version)
 
     def hear(self, published: int, number: int, last_version: int, now: float) -> None:
         """Note what a relay reported: the source's latest version, and the latest plan that the relay has."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from smb.coordinator.events import Instant
+from smb.coordinator.link_rates import Flow, sending_rates
 from smb.coordinator.mirror_plans import MirrorPlan, MirrorPlans
 from smb.coordinator.mirror_trees import RelayTree, TreeNode, plan, rate_of
 from smb.coordinator.records import BufferRecord
@@ -106,14 +107,22 @@ class Mirrors:
         if not relays or self._is_early(state, source, plans, now):
             return
         names = frozenset(each.name for each in relays)
-        seen = (names, [self._reports[each.id].report.version for each in relays])
-        if seen == plans.planned_for or (plans.plans and not plans.is_in_force):
+        versions = [self._reports[each.id].report.version for each in relays]
+        version = min(each for each in versions if each + 1 >= max(versions))  # a stuck relay delays no plan
+        if (names, version) == plans.planned_for or (plans.plans and not plans.is_in_force):
             return
-        plans.planned_for = seen
-        rates = self._rates(state, [source, *relays])
+        if plans.plans and plans.plans[-1].relays == names and not plans.is_measured(version):
+            return
+        plans.planned_for = (names, version)
+        latest: tuple[RelayTree, ...] = plans.plans[-1].trees if plans.plans else ()
+        fed: dict[str, set[str]] = {}
+        for tree in latest:
+            for name, parent in tree.parents.items():
+                fed.setdefault(parent, set()).add(name)
+        weights = {each.name: _weight(state, each) for each in (source, *relays)}
+        rates = sending_rates(weights, self._flows(relays), fed, plans.known_rates)
         nodes = [_node(state, each, rates[each.name]) for each in (source, *relays)]
         trees = plan(nodes[0], nodes[1:])
-        latest: tuple[RelayTree, ...] = plans.plans[-1].trees if plans.plans else ()
         if not latest or plans.plans[-1].relays != names or rate_of(trees, nodes) >= _FASTER * rate_of(latest, nodes):
             plans.begin(trees)
 
@@ -128,19 +137,13 @@ class Mirrors:
         servers = [each.segments[0].server for each in heard if each.id not in self._reports]
         return any(state.alive(server, now) for server in servers)
 
-    def _rates(self, state: State, buffers: list[BufferRecord]) -> dict[str, float]:
-        """Return each buffer's sending rate: the sum of what all its readers measured. If no reader measured it, the
-        rate is estimated from the weights of the servers.
-        """
-        measured: dict[str, float] = {}
-        for each in buffers:
-            last = self._reports.get(each.id)
-            for feed in last.report.feeds if last is not None else ():
-                measured[feed.name] = measured.get(feed.name, 0.0) + feed.bytes_per_s
-        weights = {each.name: _weight(state, each) for each in buffers}
-        known = [name for name in weights if measured.get(name, 0.0) > 0.0]
-        unit = sum(measured[name] for name in known) / sum(weights[name] for name in known) if known else 1.0
-        return {name: measured[name] if name in known else unit * weight for name, weight in weights.items()}
+    def _flows(self, relays: list[BufferRecord]) -> list[Flow]:
+        """Return what the relays measured."""
+        return [
+            Flow(feed.name, relay.name, feed.bytes_per_s, feed.limited)
+            for relay in relays
+            for feed in self._reports[relay.id].report.feeds
+        ]
 
 
 def _plan_message(plan: MirrorPlan, mirror: str, source: str, alive: set[str]) -> pb.MirrorPlan:

@@ -58,7 +58,7 @@ def _report(client: Client, relays: dict[Mirror, Relay], hurry: threading.Event)
                 "plan_number": (latest := relay.plans.latest).number,
                 "plan_last_version": latest.last_version,
                 "waits": relay.plans.is_waiting,
-                "feeds": relay.rates(),
+                "feeds": {feeder: (rate.bytes_per_s, rate.limited) for feeder, rate in relay.rates().items()},
             }
             for (name, id_), relay in list(relays.items())
         ]

@@ -9,6 +9,11 @@ the source at last:
 - the parent has had nothing new for STALL_S, and not this block either;
 - the block was asked of the parent, and nothing of that answer came for STALL_S.
 
+A mirror that has nothing else to give takes over blocks of a parent with a backlog, which has more than it can send.
+So links that are slower than planned delay a version less. Each relay begins at another block, and takes from a parent
+with a backlog what no other mirror has: so relays that read from one parent take different blocks from it, and the rest
+from each other. The source helps with a small part only, since its link is the one that all relays need.
+
 So a plan that is outdated or wrong can delay a version, but neither falsify nor stop it.
 """
 
@@ -16,8 +21,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from smb.relay.arrived import Blocks, bits_of
 from smb.relay.plans import Plan
@@ -25,6 +31,38 @@ from smb.relay.plans import Plan
 STALL_S = 3.0
 UNSURE_S = 0.5
 _BUSY_MIN = 0.3
+_SPARE = 0.15  # copies that all relays together may take from the source beyond the plan
+_AT_ONCE_BYTES = 1 << 20  # so many take longer to read than to check
+_BACKLOG = 4  # calls: a parent with more to give than these has a backlog
+
+
+@dataclass(frozen=True, slots=True)
+class FeedRate:
+    """How fast bytes came from a parent. `limited` says that it had a backlog, so the rate is that of its links."""
+
+    bytes_per_s: float
+    limited: bool
+
+
+class _Meter:
+    """The bytes of calls, and the time with at least one of them in progress."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        self.busy_s = 0.0
+        self._calls = 0
+        self._since = 0.0
+
+    def begin(self, now: float) -> None:
+        self._calls += 1
+        if self._calls == 1:
+            self._since = now
+
+    def end(self, now: float, nbytes: int) -> None:
+        self._calls -= 1
+        self.nbytes += nbytes
+        if self._calls == 0:
+            self.busy_s += now - self._since
 
 
 class _Parent:
@@ -39,11 +77,13 @@ class _Parent:
         self.grew_at = now  # the last time at which it had something new
         self.looked_at = now  # the last time at which a thread of ours looked at what it has
         self.heard_at = now  # the last time at which a thread of ours heard from it
-        self.reading = 0  # number of calls in progress
-        self.since = 0.0  # start of the present calls
-        self.busy_s = 0.0
-        self.came = 0  # number of blocks that have arrived from it
+        self.all_calls = _Meter()
+        self.limited_calls = _Meter()  # those with a backlog
         self.came_at = now
+
+    def waiting(self, taken: int) -> int:
+        """Return the bits of the blocks that it can give now."""
+        return self.open & self.offered & ~taken
 
     def late(self, now: float, taken: int) -> int:
         """Return the bits of its blocks that others should give, without those that were asked of it."""
@@ -54,18 +94,21 @@ class _Parent:
 
 
 class Fill:
-    def __init__(self, blocks: Blocks, version: int, source: str, plan: Plan) -> None:
+    def __init__(self, blocks: Blocks, version: int, source: str, plan: Plan, first: int = 0) -> None:
+        """`first` is the block at which this relay begins."""
         self.blocks = blocks
+        self._first = first % max(1, blocks.count)
         self.version = version
         self.source = source
         self.plan = plan
         self.all_bits = (1 << blocks.count) - 1
-        # Blocks that are read together from one parent, with one check for all of them. Few, since none of them is
-        # passed on before the last one has arrived.
-        self.at_once = max(1, blocks.count // 256)
+        # Blocks that are read together from one parent, with one check for all of them. Few and small, since none of
+        # them is passed on before the last one has arrived.
+        self.at_once = max(1, min(blocks.count // 256, _AT_ONCE_BYTES // blocks.block_bytes))
         self.failure: Exception | None = None
         self.changed = threading.Condition()
         self._taken: dict[int, float] = {}  # blocks that are being read: the time of the last news of them
+        self._limited: set[int] = set()  # those that were taken from a backlog
         self._bits = 0
         self._ended = False
         self._began = now = time.monotonic()
@@ -74,40 +117,46 @@ class Fill:
             point = blocks.point(block)
             name = next((name for end, name in plan.parents if point < end), source)
             self._parents.setdefault(name, _Parent(now)).open |= 1 << block
+        # Blocks that this relay may still take from the source beyond the plan, because a mirror has a backlog. All
+        # relays feed each other, or nearly so.
+        self._spare = int(_SPARE * blocks.count / (1 + len(self._parents.keys() - {source})))
 
     @property
     def parents(self) -> list[str]:
         """Return the parents from which blocks are expected."""
         return list(self._parents)
 
-    def rates(self) -> dict[str, float]:
-        """Return the bytes per second by parent, counting only the time with calls in progress.
+    def rates(self) -> dict[str, FeedRate]:
+        """Return how fast bytes came from each parent, counting only the time with calls in progress.
 
-        A parent that had nothing to give in between therefore shows its possible speed, approximately: the few bytes
-        may have waited in the network's queues.
+        If most bytes of a parent came while it had a backlog, only those are counted.
         """
-        size, found = self.blocks.block_bytes, {}
+        found = {}
         for name, parent in self._parents.items():
-            if parent.came:
+            every, limited = parent.all_calls, parent.limited_calls
+            if 2 * limited.nbytes > every.nbytes:
+                found[name] = FeedRate(limited.nbytes / max(1e-3, limited.busy_s), True)
+            elif every.nbytes:
                 elapsed = parent.came_at - self._began
-                found[name] = parent.came * size / max(1e-3, elapsed * _BUSY_MIN, parent.busy_s)
+                found[name] = FeedRate(every.nbytes / max(1e-3, elapsed * _BUSY_MIN, every.busy_s), False)
         return found
 
     @contextmanager
-    def reading(self, name: str) -> Iterator[None]:
-        """Count the time inside the block as time with a call to that parent in progress."""
+    def reading(self, name: str, blocks: Collection[int]) -> Iterator[None]:
+        """Count the time inside the block as time with a call to that parent in progress, for these blocks."""
+        nbytes = sum(self.blocks.range(block)[1] for block in blocks)
         with self.changed:
-            parent = self._parent(name)
-            parent.reading += 1
-            if parent.reading == 1:
-                parent.since = time.monotonic()
+            parent, now = self._parent(name), time.monotonic()
+            meters = [parent.all_calls, *([parent.limited_calls] if self._limited.issuperset(blocks) else [])]
+            for meter in meters:
+                meter.begin(now)
         try:
             yield
         finally:
             with self.changed:
-                parent.reading -= 1
-                if parent.reading == 0:
-                    parent.busy_s += time.monotonic() - parent.since
+                now = time.monotonic()
+                for meter in meters:
+                    meter.end(now, nbytes)
 
     @property
     def bits(self) -> int:
@@ -123,10 +172,11 @@ class Fill:
         return not (self._ended or self.failure is not None or self.done)
 
     def wants(self, name: str) -> bool:
-        """Return True if blocks are still expected from that parent; from the source, if any block is still
-        expected.
+        """Return True if blocks are still expected from that parent, or wanted in place of others'; from the source,
+        if any block is still expected.
         """
-        return self.active and (name == self.source or self._parent(name).open > 0)
+        with self.changed:
+            return self.active and (name == self.source or self._parent(name).open > 0 or self._behind(name) > 0)
 
     def take(self, name: str, offered: int, most: int = 1, *, comes: bool = True) -> list[int]:
         """Return the next blocks to read from this parent.
@@ -145,12 +195,24 @@ class Fill:
             if offered & ~parent.offered:
                 parent.grew_at = now
             parent.offered = offered
-            found = _lowest(parent.open & offered & ~bits_of(self._taken), most)
+            waiting = parent.waiting(bits_of(self._taken))
+            if name != self.source and waiting.bit_count() > _BACKLOG * self.at_once:
+                waiting = waiting & ~self._elsewhere(name) or waiting
+            found = self._next(waiting, most)
+            self._taken.update((block, now) for block in found)
+            if parent.waiting(bits_of(self._taken)):
+                self._limited.update(found)
+            else:
+                self._limited.difference_update(found)
             if not found:
-                found = _lowest(self._late(name, now) & offered, 1)
+                found = self._next(self._late(name, now) & offered, 1)
+                if not found:
+                    most = most if name != self.source else min(most, self._spare)
+                    found = self._next(self._behind(name) & offered, most, last=True)
+                    self._spare -= len(found) if name == self.source else 0
                 for block in found:
                     self._move(block, parent)
-            self._taken.update((block, now) for block in found)
+                self._taken.update((block, now) for block in found)
             return found
 
     def moved(self, name: str, blocks: Iterable[int]) -> None:
@@ -171,9 +233,7 @@ class Fill:
             self._bits |= 1 << block
             self._taken.pop(block, None)
             self._move(block, None)
-            parent = self._parent(name)
-            parent.came += 1
-            parent.came_at = time.monotonic()
+            self._parent(name).came_at = time.monotonic()
             self.changed.notify_all()
         return True
 
@@ -218,17 +278,37 @@ class Fill:
                 late |= parent.late(now, taken)
         return late
 
+    def _elsewhere(self, name: str) -> int:
+        """Return the bits of the blocks that other mirrors have."""
+        found = 0
+        for other, parent in self._parents.items():
+            found |= parent.offered if other not in (name, self.source) else 0
+        return found
+
+    def _behind(self, name: str) -> int:
+        """Return the bits of the blocks that wait at other mirrors with a backlog."""
+        taken, found = bits_of(self._taken), 0
+        for other, parent in self._parents.items():
+            waiting = parent.waiting(taken) if other not in (name, self.source) else 0
+            if waiting.bit_count() > _BACKLOG * self.at_once:
+                found |= waiting
+        return found
+
+    def _next(self, bits: int, most: int, *, last: bool = False) -> list[int]:
+        """Return the next of these blocks, or the last ones, in this relay's order."""
+        before = bits & ((1 << self._first) - 1)
+        parts = [before, bits & ~before] if last else [bits & ~before, before]
+        found: list[int] = []
+        for part in parts:
+            left = part
+            while left and len(found) < most:
+                block = left.bit_length() - 1 if last else (left & -left).bit_length() - 1
+                found.append(block)
+                left &= ~(1 << block)
+        return found
+
     def _move(self, block: int, to: _Parent | None) -> None:
         for parent in self._parents.values():
             parent.open &= ~(1 << block)
         if to is not None:
             to.open |= 1 << block
-
-
-def _lowest(bits: int, most: int) -> list[int]:
-    """Return the lowest bits that are set."""
-    found: list[int] = []
-    while bits and len(found) < most:
-        found.append((bits & -bits).bit_length() - 1)
-        bits &= bits - 1
-    return found

@@ -1,6 +1,6 @@
 """Fills a version or a delta that a relay has begun, block by block from the parents of the plan.
 
-Threads: two for each parent move blocks, one publishes what has arrived, and the relay's own thread waits.
+Threads: two to eight for each parent move blocks, one publishes what has arrived, and the relay's own thread waits.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
+from zlib import crc32
 
 import numpy as np
 
@@ -23,7 +24,7 @@ from smb.errors import (
 )
 from smb.relay import arrived
 from smb.relay.arrived import Arrived
-from smb.relay.fill import Fill
+from smb.relay.fill import FeedRate, Fill
 from smb.relay.plans import Plans
 from smb.spi import versions_of
 
@@ -38,7 +39,10 @@ _RETRY_FIRST_S, _RETRY_MAX_S = 0.25, 1.0
 _LOOK_S = 1.0  # timeout of one wait, after which a stop is noticed
 _LATE_LOOK_S = 0.1  # how often to look for blocks that are late from other parents
 _RENEW_S = 1.0
-_THREADS = 2  # for each parent: one checks that its blocks are unchanged while the other reads
+# For each parent: one checks that its blocks are unchanged while another one reads. A saturated link delays requests by
+# its queue, so more are under way at a time if blocks are small.
+_THREADS_MIN, _THREADS_MAX = 2, 8
+_UNDER_WAY_BYTES = 1 << 20
 
 _log = logging.getLogger("smb")
 
@@ -64,6 +68,7 @@ class Filler:
         self.name = name
         self.source = source
         self.plans = plans
+        self.first = crc32(name.encode())  # for Fill
         self.where: VersionFinder
         self.stopping = threading.Event()
         self.changed = threading.Condition()  # notified when `fill` changes
@@ -71,7 +76,7 @@ class Filler:
         self.publication: Publication | None = None
         self._client = client
         self._feeders: dict[str, list[_Feeder]] = {}
-        self._rates: dict[str, float] = {}
+        self._rates: dict[str, FeedRate] = {}
 
     def stop(self) -> None:
         """Begin no other fill, and abandon the present one."""
@@ -85,8 +90,8 @@ class Filler:
             feeder.stopping.set()
         self._feeders = {}
 
-    def rates(self) -> dict[str, float]:
-        """Return the bytes per second from each parent, counting only the time with calls in progress."""
+    def rates(self) -> dict[str, FeedRate]:
+        """Return how fast bytes came from each parent, counting only the time with calls in progress."""
         return dict(self._rates)
 
     def arrived(self) -> float:
@@ -127,9 +132,11 @@ class Filler:
         return fill.done
 
     def _begin(self, fill: Fill, publication: Publication) -> None:
+        count = max(_THREADS_MIN, min(_UNDER_WAY_BYTES // fill.blocks.block_bytes, _THREADS_MAX))
         for parent in {self.source, *fill.parents} if fill.active else ():
-            if parent not in self._feeders:
-                self._feeders[parent] = [_Feeder(self._client, self, parent) for _ in range(_THREADS)]
+            feeders = self._feeders.setdefault(parent, [])
+            while len(feeders) < count:
+                feeders.append(_Feeder(self._client, self, parent))
         with self.changed:
             self.fill, self.publication = fill, publication
             self.changed.notify_all()
@@ -167,7 +174,12 @@ class Filler:
         rates = fill.rates()
         if rates:  # a delta without changes moves nothing, so nothing new is known
             # Parents that gave nothing this time are dropped: their rate is not known any more.
-            self._rates = {parent: (self._rates.get(parent, rate) + rate) / 2 for parent, rate in rates.items()}
+            self._rates = {parent: _mean(self._rates.get(parent, rate), rate) for parent, rate in rates.items()}
+
+
+def _mean(before: FeedRate, now: FeedRate) -> FeedRate:
+    same = before.limited == now.limited
+    return FeedRate((before.bytes_per_s + now.bytes_per_s) / 2, now.limited) if same else now
 
 
 class _Feeder:
@@ -236,6 +248,10 @@ class _Feeder:
                 slot = where.find(buffer, fill.version) if has.version > fill.version else -1
                 bits, comes = (fill.all_bits, True) if slot >= 0 else (0, False)
             blocks = fill.take(self._parent, bits, fill.at_once, comes=comes)
+            if not blocks and bits == fill.all_bits:  # the parent has nothing new, but may help others
+                with fill.changed:
+                    fill.changed.wait(_LATE_LOOK_S)
+                continue
             if not blocks:
                 try:
                     seen = self._words.wait(seen + 1, timeout=AGAIN_S)
@@ -258,7 +274,7 @@ class _Feeder:
         if self._memory.nbytes < size * len(blocks):
             self._memory = np.empty(size * fill.at_once, np.uint8)
         itemsize = buffer.dtype.itemsize
-        with fill.reading(self._parent):
+        with fill.reading(self._parent, blocks):
             for at, block in enumerate(blocks):
                 start, nbytes = fill.blocks.range(block)
                 there = memory_of(self._memory[at * size :])

@@ -21,7 +21,7 @@ from smb.errors import (
 )
 from smb.relay import arrived
 from smb.relay.arrived import Blocks
-from smb.relay.fill import Fill
+from smb.relay.fill import FeedRate, Fill
 from smb.relay.filler import TURN_S, Filler, retries
 from smb.relay.plans import Plans
 from smb.relay.publication_log import LogEntry, PublicationLog, next_of
@@ -70,8 +70,8 @@ class Relay:
         """The source's latest version, as last heard."""
         return self._tail.published if self._tail is not None else 0
 
-    def rates(self) -> dict[str, float]:
-        """Return the bytes per second from each parent, counting only the time with calls in progress."""
+    def rates(self) -> dict[str, FeedRate]:
+        """Return how fast bytes came from each parent, counting only the time with calls in progress."""
         return self._filler.rates()
 
     def arrived_bytes(self) -> int:
@@ -152,7 +152,7 @@ class _VersionTail:
         """Bring the version into the mirror and return its number; 0 if that was stopped."""
         source = self._source
         plan = self._filler.plans.of(version)
-        fill = Fill(Blocks.of(source), version, source.name, plan)
+        fill = Fill(Blocks.of(source), version, source.name, plan, self._filler.first)
         with source.pin(version, ttl=TURN_S) as pin:
 
             def renew() -> None:
@@ -200,7 +200,7 @@ class _LogTail:
         if entry.nbytes:
             self._latest, self._entry = latest, entry
             plan = self._filler.plans.of(entry.generation)
-            fill = Fill(log.blocks(entry), entry.generation, source.name, plan)
+            fill = Fill(log.blocks(entry), entry.generation, source.name, plan, self._filler.first)
             if not self._filler.bring(fill, self, publication, self._words, publication.renew):
                 return 0
         words = entry.to_words()

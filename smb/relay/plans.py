@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-WAIT_S = 3.0  # more than a renewal's interval
+WAIT_S = 5.0  # more than a renewal's interval; the first plan waits for all relays to begin
 _LOOK_S = 0.1  # timeout of one wait, after which a stop is noticed
 _KEPT = 3  # plans: a relay may be behind by a version or two
 
@@ -70,17 +70,16 @@ class Plans:
             return max(self._plans.values(), key=_number, default=self._direct)
 
     def take(self, plans: Iterable[Plan]) -> None:
-        """Add these plans, or replace those of the same number."""
+        """Add these plans, or replace those of the same number. No plans are an answer, too: some will come."""
         with self._changed:
-            found = {plan.number: plan for plan in plans}
-            self._plans |= found
+            self._plans |= {plan.number: plan for plan in plans}
             for number in sorted(self._plans)[:-_KEPT]:
                 del self._plans[number]
-            self._unanswered = self._unanswered and not found
+            self._unanswered = False
             self._changed.notify_all()
 
     def wait(self, version: int, stopping: threading.Event) -> None:
-        """Wait until there is a plan for a version. Blocks for WAIT_S at most, and only once while no plan comes."""
+        """Wait until there is a plan for a version. Blocks for WAIT_S at most, and only once while nothing comes."""
         deadline = time.monotonic() + WAIT_S
         with self._changed:
             while self._is_wanted(version) and not (self._unanswered or stopping.is_set()):

@@ -72,7 +72,7 @@ def report(
     names = {"source": "p"} | {each: f"p.mirror.{each}" for each in SERVERS}
     told = pb.MirrorReport(name=f"p.mirror.{server}", version=version, published=published)
     told.plan_number, told.plan_last_version = plan
-    told.feeds.extend(pb.Feed(name=names[name], bytes_per_s=rate) for name, rate in feeds.items())
+    told.feeds.extend(pb.Feed(name=names[name], bytes_per_s=rate, limited=True) for name, rate in feeds.items())
     mirrors.record(cluster.state, server, pb.RenewServerRequest(name=server, mirrors=[told]), at)
 
 

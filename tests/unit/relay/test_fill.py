@@ -10,7 +10,7 @@ import pytest
 
 from smb.relay import fill as module
 from smb.relay.arrived import Blocks
-from smb.relay.fill import STALL_S, UNSURE_S, Fill
+from smb.relay.fill import STALL_S, UNSURE_S, FeedRate, Fill
 from smb.relay.filler import Filler
 from smb.relay.plans import Plan, Plans
 
@@ -106,7 +106,8 @@ def test_one_hanging_call_delays_its_own_blocks_only(clock: Clock) -> None:
     for _ in range(4):
         clock.now += STALL_S / 3
         put(fill, fill.take("peer", ALL, 2), "peer")
-    assert take_all(fill, "source") == hanging
+    assert fill.take("source", ALL, 3) == hanging[:1]
+    assert fill.take("source", ALL, 3) == hanging[1:2]
 
 
 def test_a_parent_with_nothing_new_is_left_for_what_it_lacks(clock: Clock) -> None:
@@ -174,14 +175,73 @@ def test_nothing_is_written_after_the_end() -> None:
     assert fill.take("source", ALL) == []
 
 
+def read(fill: Fill, clock: Clock, parent: str, bits: int, seconds: float) -> int:
+    """Read the next block from that parent; return how many bytes it has."""
+    blocks = fill.take(parent, bits)
+    with fill.reading(parent, blocks):
+        clock.now += seconds
+    put(fill, blocks, parent)
+    return sum(BLOCKS.range(block)[1] for block in blocks)
+
+
+def test_the_rate_of_a_link_is_measured_under_a_backlog(clock: Clock) -> None:
+    """A block that a parent has just got comes fast, or late; neither says how fast its link is."""
+    fill = filled()
+    mine = [block for block in range(100) if BLOCKS.point(block) < 0.5]
+    offered = 0
+    for block in mine[:10]:
+        offered |= 1 << block
+        read(fill, clock, "peer", offered, 0.01)
+    assert not fill.rates()["peer"].limited
+    assert fill.rates()["peer"].bytes_per_s == pytest.approx(1000)
+    nbytes = sum(read(fill, clock, "peer", ALL, 0.1) for _ in mine[10:-1])
+    assert fill.rates()["peer"].limited
+    assert fill.rates()["peer"].bytes_per_s == pytest.approx(nbytes / (0.1 * len(mine[10:-1])))
+    read(fill, clock, "source", ALL, 1.0)
+    assert fill.rates()["source"].limited
+
+
+def test_relays_of_one_parent_begin_at_different_blocks() -> None:
+    begun = {Fill(BLOCKS, 1, "source", Plan.direct("source"), first).take("source", ALL)[0] for first in range(300)}
+    assert begun == set(range(100))
+
+
+def test_a_mirror_without_work_takes_over_from_one_with_a_backlog() -> None:
+    fill = filled((0.5, "slow"), (1.0, "fast"))
+    assert fill.take("slow", 0) == []
+    put(fill, take_all(fill, "fast"), "fast")
+    assert not fill.wants("fast")
+    (block,) = fill.take("slow", ALL)
+    assert fill.wants("fast")
+    assert fill.take("fast", 0) == []
+    helped = take_all(fill, "fast")
+    assert 40 <= len(helped) < 50
+    assert block not in helped
+    put(fill, helped, "fast")
+    rest = [block, *take_all(fill, "slow")]
+    assert 2 <= len(rest) <= 5
+    put(fill, rest, "slow")
+    assert fill.done
+
+
+def test_the_source_helps_a_parent_with_a_backlog_a_little() -> None:
+    fill = filled((0.5, "slow"), (1.0, "fast"))
+    assert fill.take("slow", 0) == []
+    assert take_all(fill, "source") == []
+    assert fill.take("slow", ALL)
+    assert len(take_all(fill, "source")) == 5  # of 100 blocks, with three relays
+
+
 def test_rates_outlast_a_delta_without_changes() -> None:
     """Nothing came, so nothing is known anew; of a parent that gave nothing of what came nothing is known any more."""
     client: Any = None
     filler = Filler(client, "mirror", "source", Plans("source"))
+    four, one = FeedRate(4.0, limited=True), FeedRate(1.0, limited=False)
     for measured, told in (
-        ({"source": 4.0, "b": 1.0}, {"source": 4.0, "b": 1.0}),
-        ({}, {"source": 4.0, "b": 1.0}),
-        ({"source": 2.0}, {"source": 3.0}),
+        ({"source": four, "b": one}, {"source": four, "b": one}),
+        ({}, {"source": four, "b": one}),
+        ({"source": FeedRate(2.0, limited=True)}, {"source": FeedRate(3.0, limited=True)}),
+        ({"source": FeedRate(9.0, limited=False)}, {"source": FeedRate(9.0, limited=False)}),
     ):
         fill: Any = SimpleNamespace(rates=functools.partial(dict, measured))
         filler._measure(fill)

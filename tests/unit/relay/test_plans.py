@@ -53,9 +53,6 @@ def test_without_an_answer_the_latest_plan_is_followed(monkeypatch: pytest.Monke
     assert len(waits) == 2
     plans.take([])
     plans.wait(6, stopping)
-    assert len(waits) == 2
-    plans.take([plan(1, 2, 5)])
-    plans.wait(6, stopping)
     assert len(waits) == 3
     assert plans.of(1) == Plan.direct("source"), "older than every plan that is known"
 
