@@ -7,7 +7,7 @@ its range grows with the published versions. The next plan begins after the grea
 
 Within a plan a relay may skip parents: it then takes their blocks from an ancestor, so all relays still follow one tree
 and none waits for itself. This is done for parents that are not alive. A relay that joins after the plan was made takes
-all from the source, and feeds no other relay until the next plan.
+its blocks from relays that the source feeds, and feeds no other relay until the next plan.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ class MirrorPlan:
         end = 0.0
         for tree in self.trees:
             end += tree.share
-            parent = tree.parents.get(relay, source)
+            parent = tree.parents.get(relay) or next(
+                (name for name, of in tree.parents.items() if of == source and name in alive), source
+            )
             while parent != source and parent not in alive:
                 parent = tree.parents[parent]
             if found and found[-1][1] == parent:
