@@ -108,7 +108,7 @@ class SmbTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: igno
                 pass
             return
         weights = _here(passes)
-        self.generation = self._publisher.publish(weights if _TAKES_PAIRS else dict(weights))  # type: ignore[arg-type]
+        self.generation = self._publisher.publish(weights if _TAKES_PAIRS else dict(weights))
         self.client.start_weight_update()
         try:
             self.client.update_weights({"generation": self.generation})
