@@ -58,7 +58,7 @@ def returned(
     as_held: Held | None = None,
 ) -> ServerReturned:
     """A server is about to register with these segments, and was asked for all others that it should have."""
-    shown = dict.fromkeys(held, as_held) if as_held is not None else {}
+    shown = registration(state, server(name), held, as_held=as_held).held
     return ServerReturned(name, instance_id, _due(state, name) - frozenset(held), changes_max, shown)
 
 

@@ -169,6 +169,7 @@ LEFT_OUT = {
     "regressions/test_leaving_while_a_server_is_away.py": _TRAINING,
     "regressions/test_link_after_its_client.py": "is about links of the engine",
     "regressions/test_lost_barrier.py": "tests/verbs covers what waits; the memory is lost in the control plane",
+    "regressions/test_made_while_a_server_registers.py": "is about the coordinator",
     "regressions/test_many_that_wait_for_a_leader.py": "is about the coordinator",
     "regressions/test_lying_health.py": "is about the coordinator",
     "regressions/test_memory_limit.py": "is about the control plane",

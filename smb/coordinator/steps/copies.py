@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
 from smb.coordinator.bundles import Bundles, Member
@@ -39,8 +39,9 @@ CHANGED_BYTES_MAX = 1 << 20  # total size of changed records if the store bounds
 
 def server_returned(state: State, event: ServerReturned, now: Instant) -> Step:
     """A server is back: its copies that missed changes are stale, unless no others exist. Raises UnavailableError while
-    that is unknown because the servers of the other copies have not been heard of.
+    that is unknown because the servers of the other copies have not been heard of, and as `check_all_told` does.
     """
+    check_all_told(state, event.name, event.held, event.missing)
     known = state.servers.get(event.name)
     restarted = known is None or known.instance_id != event.instance_id
 
@@ -62,6 +63,19 @@ def server_returned(state: State, event: ServerReturned, now: Instant) -> Step:
     where = state.where()
     newer = (number for number, held in event.held.items() if number in where and _claims(held, *where[number]))
     return judge_copies(state, judge, event.changes_max, contested=frozenset(newer))
+
+
+def check_all_told(state: State, server: str, held: Collection[int], missing: Collection[int]) -> None:
+    """Raise UnavailableError if the records place a segment on a server that has not said whether it has it. That
+    segment was made after the server was asked, perhaps by its former run.
+    """
+    for record in state.buffers.values():
+        for copy in record.copies if record.ready else ():
+            if copy.server == server and copy.id not in held and copy.id not in missing:
+                raise UnavailableError(
+                    f'memory server "{server}" was not asked for a segment of {record.title}, which was made '
+                    f"meanwhile; it must register again"
+                )
 
 
 def _claims(held: Held, record: BufferRecord, segment: SegmentRecord) -> bool:
