@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
+from smb.coordinator.link_rates import LinkRates
 from smb.coordinator.mirror_trees import RelayTree
 
 PACE_S = 2.0  # of a renewal: a server hears of the versions that will be published until it renews again
@@ -58,7 +59,7 @@ class MirrorPlans:
         self.since = since
         self.plans: tuple[MirrorPlan, ...] = ()
         self.planned_for: object = None  # what the last decision was made from
-        self.known_rates: dict[str, float] = {}  # for sending_rates
+        self.link_rates = LinkRates()
         self._number = 0
         self._last_version = 0  # greatest version that any relay has a plan for
         self._published = 0

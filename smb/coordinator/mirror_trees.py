@@ -1,6 +1,8 @@
 """Trees from a published buffer to its mirrors, each for a share of the bytes: which relay reads from which server.
 Pure.
 
+These trees are for links of servers alone; tree_packing.py also considers links between zones.
+
 If the outgoing links of hosts are the limit, N relays can be fed at no more than R = min(B0, (B0 + sum Bi) / N),
 because the source (B0) has to send each byte once, and each byte has to be sent N times in total. Trees of depth two
 reach R: in tree i the source feeds relay i, which feeds all other relays, with as many bytes as its link carries. The
@@ -18,6 +20,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from math import inf
+from types import MappingProxyType
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +40,10 @@ class RelayTree:
     share: float
     parents: Mapping[str, str]
 
+
+# Rates of links from one zone to another, in the unit of the nodes' rates. Pairs that are missing are no limit.
+ZonePairs = Mapping[tuple[str, str], float]
+NO_PAIRS: ZonePairs = MappingProxyType({})
 
 # Cuts of [0, 1): the end of each range and the relay through which it arrives; None: the source feeds all relays.
 _Cuts = tuple[tuple[float, str | None], ...]
@@ -84,13 +92,18 @@ def _trees(
     return _joined(trees)
 
 
-def rate_of(trees: Iterable[RelayTree], nodes: Iterable[TreeNode]) -> float:
+def rate_of(trees: Iterable[RelayTree], nodes: Iterable[TreeNode], pairs: ZonePairs = NO_PAIRS) -> float:
     """Return how fast these trees bring the bytes to all relays, in the unit of the nodes' rates."""
+    zones = {node.name: node.zone for node in nodes}
     sent: dict[str, float] = {}
+    crossed: dict[tuple[str, str], float] = {}
     for tree in trees:
-        for parent in tree.parents.values():
+        for name, parent in tree.parents.items():
             sent[parent] = sent.get(parent, 0.0) + tree.share
-    return min(node.rate / sent[node.name] for node in nodes if node.name in sent)
+            pair = (zones[parent], zones[name])
+            crossed[pair] = crossed.get(pair, 0.0) + tree.share
+    limits = [node.rate / sent[node.name] for node in nodes if node.name in sent]
+    return min(*limits, *(pairs[pair] / share for pair, share in crossed.items() if pair in pairs), inf)
 
 
 def _shares(rate: float, relays: Sequence[TreeNode]) -> dict[str | None, float]:

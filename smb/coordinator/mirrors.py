@@ -9,11 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from smb.coordinator.events import Instant
-from smb.coordinator.link_rates import Flow, sending_rates
+from smb.coordinator.link_rates import Flow
 from smb.coordinator.mirror_plans import MirrorPlan, MirrorPlans
-from smb.coordinator.mirror_trees import RelayTree, TreeNode, plan, rate_of
+from smb.coordinator.mirror_trees import RelayTree, TreeNode, rate_of
 from smb.coordinator.records import BufferRecord
 from smb.coordinator.state import SERVER_LEASE_S, State
+from smb.coordinator.tree_packing import pack
 from smb.rpc import control_pb2 as pb
 
 _BEGINS_S = 15.0  # upper bound of a relay's start; until then readers assume that a report will come
@@ -115,15 +116,15 @@ class Mirrors:
             return
         plans.planned_for = (names, version)
         latest: tuple[RelayTree, ...] = plans.plans[-1].trees if plans.plans else ()
-        fed: dict[str, set[str]] = {}
-        for tree in latest:
-            for name, parent in tree.parents.items():
-                fed.setdefault(parent, set()).add(name)
-        weights = {each.name: _weight(state, each) for each in (source, *relays)}
-        rates = sending_rates(weights, self._flows(relays), fed, plans.known_rates)
-        nodes = [_node(state, each, rates[each.name]) for each in (source, *relays)]
-        trees = plan(nodes[0], nodes[1:])
-        if not latest or plans.plans[-1].relays != names or rate_of(trees, nodes) >= _FASTER * rate_of(latest, nodes):
+        edges = {(parent, name) for tree in latest for name, parent in tree.parents.items()}
+        weighted = [_node(state, each) for each in (source, *relays)]
+        nodes, pairs = plans.link_rates.estimate(weighted, self._flows(relays), edges)
+        trees = pack(nodes[0], nodes[1:], pairs)
+        if (
+            not latest
+            or plans.plans[-1].relays != names
+            or rate_of(trees, nodes, pairs) >= _FASTER * rate_of(latest, nodes, pairs)
+        ):
             plans.begin(trees)
 
     def _is_early(self, state: State, source: BufferRecord, plans: MirrorPlans, now: Instant) -> bool:
@@ -153,11 +154,9 @@ def _plan_message(plan: MirrorPlan, mirror: str, source: str, alive: set[str]) -
     return message
 
 
-def _node(state: State, record: BufferRecord, rate: float) -> TreeNode:
+def _node(state: State, record: BufferRecord) -> TreeNode:
+    """Return the node of a buffer, with the weight of its servers as its rate."""
+    names = {segment.server for segment in record.segments}
+    weight = sum(state.servers[name].weight for name in names if name in state.servers) or 1.0
     server = state.servers.get(record.segments[0].server)
-    return TreeNode(record.name, rate, server.zone if server is not None else "")
-
-
-def _weight(state: State, record: BufferRecord) -> float:
-    servers = {segment.server for segment in record.segments}
-    return sum(state.servers[name].weight for name in servers if name in state.servers) or 1.0
+    return TreeNode(record.name, weight, server.zone if server is not None else "")

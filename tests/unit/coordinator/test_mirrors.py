@@ -259,6 +259,18 @@ def test_measured_rates_are_shares(cluster: Cluster) -> None:
     assert mirrors.messages(cluster.state, cluster.state.buffers["p"], NOW)[0].version == 4
 
 
+def test_a_slow_link_between_zones_is_gone_round(cluster: Cluster) -> None:
+    mirrors = Mirrors()
+    for server in ("s1", "s2", "s3"):
+        cluster.mirror(server)
+        report(mirrors, cluster, server)
+    assert shares(mirrors, cluster, "s3")["p"] == pytest.approx(1 / 3)
+    report(mirrors, cluster, "s1", version=8, published=8, source=50.0, s2=50.0, s3=50.0)
+    report(mirrors, cluster, "s2", version=8, published=8, source=50.0, s1=50.0, s3=50.0)
+    report(mirrors, cluster, "s3", version=8, published=8, source=2.0, s1=50.0, s2=50.0)
+    assert shares(mirrors, cluster, "s3").get("p", 0.0) < 0.05
+
+
 def test_a_mirror_made_anew_has_told_nothing(cluster: Cluster) -> None:
     """Neither what the former one told, nor what is told of that one since."""
     mirrors = Mirrors()
