@@ -18,6 +18,7 @@ from smb.coordinator.tree_packing import pack
 from smb.rpc import control_pb2 as pb
 
 _BEGINS_S = 15.0  # upper bound of a relay's start; until then readers assume that a report will come
+_RATE_MIN, _RATE_MAX = 1.0, 1e15  # bytes per second
 _FASTER = 1.1  # a new plan for the same relays must be so many times as fast: measured rates vary
 
 
@@ -139,11 +140,12 @@ class Mirrors:
         return any(state.alive(server, now) for server in servers)
 
     def _flows(self, relays: list[BufferRecord]) -> list[Flow]:
-        """Return what the relays measured."""
+        """Return what the relays measured, as far as it can be a rate."""
         return [
             Flow(feed.name, relay.name, feed.bytes_per_s, feed.limited)
             for relay in relays
             for feed in self._reports[relay.id].report.feeds
+            if _RATE_MIN <= feed.bytes_per_s <= _RATE_MAX
         ]
 
 

@@ -271,6 +271,15 @@ def test_a_slow_link_between_zones_is_gone_round(cluster: Cluster) -> None:
     assert shares(mirrors, cluster, "s3").get("p", 0.0) < 0.05
 
 
+@pytest.mark.parametrize("rate", [float("nan"), float("inf"), -1.0, 0.0, 1e-300, 1e300])
+def test_a_value_that_cannot_be_a_rate_is_left_out(cluster: Cluster, rate: float) -> None:
+    mirrors = Mirrors()
+    for server in ("s1", "s2"):
+        cluster.mirror(server)
+        report(mirrors, cluster, server, source=rate, s1=rate, s2=rate)
+    assert shares(mirrors, cluster, "s1") == pytest.approx({"p": 0.5, "s2": 0.5})
+
+
 def test_a_mirror_made_anew_has_told_nothing(cluster: Cluster) -> None:
     """Neither what the former one told, nor what is told of that one since."""
     mirrors = Mirrors()
