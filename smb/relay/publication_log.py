@@ -89,7 +89,10 @@ class LogEntry:
             generation, int(words[2]), int(words[3]), int(unsigned[4]), int(words[5]), int(words[6]), int(unsigned[7])
         )
         if words[1] != _FORMAT or not 1 <= entry.whole_generation <= generation:
-            raise Error(f"the log's entry of generation {generation} is invalid: it was not written by a Publisher")
+            raise Error(
+                f"the log's entry of generation {generation} is invalid: it was not written by a Publisher of this "
+                f"release; delete the state with its log, and publish anew"
+            )
         if entry.position < 0 or not 0 <= entry.nbytes <= ring_bytes:
             raise Error(f"the log's entry of generation {generation} is invalid: its delta cannot have these bytes")
         return entry

@@ -80,6 +80,11 @@ def tidy(cluster: smb.LocalCluster, timeout: float) -> Iterator[smb.Client]:
             client.delete(info.name, missing_ok=True)
 
 
+def state_of_process(pid: int) -> str:
+    """The kernel's letter for it: "T" of one that is stopped."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
 def stop(pid: int) -> None:
     """SIGSTOP, and wait until it has its effect: a thread that runs on another core goes on for a moment."""
     os.kill(pid, signal.SIGSTOP)

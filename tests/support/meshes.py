@@ -164,7 +164,9 @@ class Rank:
         return same, self._follower.received_bytes, sum(each.nbytes for each in wanted.values())
 
     def die_at(self, step: str, rank: int) -> None:
-        """Have a rank kill itself at a step of its next publication, before what the step names."""
+        """Have a rank kill itself at a step of its next publication, before what the step names ("write", "commit"), or
+        before its second such step ("write some", "commit some").
+        """
         if rank != self._rank:
             return
         from smb.call.versions import Publication
@@ -172,13 +174,14 @@ class Rank:
         def die(*_: Any) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
-        write = Publication.write
-        left = iter((True, False))  # one write is done
+        name = step.removesuffix(" some")
+        first = getattr(Publication, name)
+        left = iter((True, False))  # one such step is done
 
-        def some(*arguments: Any) -> None:
-            write(*arguments) if next(left) else die()
+        def some(*arguments: Any) -> Any:
+            return first(*arguments) if next(left) else die()
 
-        setattr(Publication, step.removesuffix(" some"), some if step.endswith(" some") else die)
+        setattr(Publication, name, some if step.endswith(" some") else die)
 
     def stop_at_write(self, rank: int, late_s: float) -> None:
         """Have a rank stop itself (SIGSTOP) before the first write of its next publication; others wait for so long."""

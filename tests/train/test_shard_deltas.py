@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import os
+import random
+import signal
+import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,15 +15,17 @@ import torch
 
 import smb
 import smb.torch
+from smb.relay import reader_source
 from smb.relay.publication_log import PublicationLog
 from tests.conftest import Connect
-from tests.support.daemons import DEADLINE_S
+from tests.support.clients import in_process
+from tests.support.daemons import DEADLINE_S, state_of_process, wait_for
 from tests.support.meshes import Mesh
 from tests.support.sparse_states import DENSE_EVERY, equal, state_of
 from tests.support.transports import FAR
 
 LONG = os.environ.get("SMB_LONG") == "1"
-GENERATIONS = 200 if LONG else 16
+GENERATIONS = 200 if LONG else 10
 # Rows of one tensor, columns of another, and a whole one.
 PARTS: dict[str, tuple[slice, ...]] = {
     "head.weight": (slice(None), slice(31, 130)),
@@ -142,3 +148,111 @@ def test_damaged_parts_are_never_shown(connect: Connect) -> None:
         follower.state_dict()
     log.buffer.write(content, log.position(entry))
     assert equal(follower.state_dict(), 2, PARTS)
+
+
+@pytest.mark.parametrize("before", [0, 2], ids=["whole state", "delta"])
+def test_a_rank_that_is_stopped(
+    context: Any, cluster: smb.LocalCluster, connect: Connect, tmp_path: Path, before: int
+) -> None:
+    """While it was to write its part of a whole state or of a delta: another trainer publishes meanwhile. Let go, all
+    ranks are told that nothing was published, and their next generation is whole."""
+    client = connect()
+    group = Mesh(context, cluster.address, tmp_path)
+    try:
+        assert group.ask("sparse_publisher", "w", "rows", turn_s=0.5, deltas=8) == [0] * 2
+        for number in range(1, before + 1):
+            group.ask("sparse_publish", number)
+        group.ask("stop_at_write", 1, 0.5)
+        group.tell("sparse_publish", DENSE_EVERY)
+        stopped = group.processes[1].pid
+        wait_for(lambda: state_of_process(stopped) == "T", "a stopped rank", 60.0)
+        assert smb.torch.publish(client, "w", state_of(before + 1), deltas=8) == before + 1
+        os.kill(stopped, signal.SIGCONT)
+        for rank in range(2):
+            assert "LockLostError" in group.heard(rank)
+        follower = smb.torch.follow(client, "w")
+        assert equal(follower.state_dict(), before + 1)
+        for number, is_whole in ((before + 2, True), (before + 3, False)):
+            said = group.ask("sparse_publish", number)
+            assert [generation for generation, _ in said] == [number] * 2
+            assert (sum(sent for _, sent in said) > follower.buffer.nbytes // 2) == is_whole
+            assert equal(follower.state_dict(), number)
+    finally:
+        group.end()
+
+
+def read_parts_until_killed(messages: Any, address: str) -> None:
+    """Follow the state's parts; tell each generation that was read, and whether its bits were right."""
+    with smb.connect(address, transport=FAR) as client:
+        follower = smb.torch.follow(client, "w", placements=PARTS, timeout=DEADLINE_S)
+        while True:
+            follower.wait()
+            found = follower.state_dict()
+            messages.put((follower.generation, equal(found, follower.generation, PARTS)))
+
+
+# More than 5 s: each group of ranks is several processes with PyTorch.
+@pytest.mark.timeout(1800 if LONG else 120)
+def test_ranks_and_readers_that_die_and_come_back(
+    context: Any, cluster: smb.LocalCluster, connect: Connect, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Groups of ranks publish in turn, each of another size and with other shards; one rank of each is killed at some
+    step of a publication. Readers of the source, of a mirror and of parts, and a reader that is killed with each group,
+    have every generation to the bit. What a killed rank took part in is never seen, and the next group goes on."""
+    # A coordinator that answers after a second, on a busy machine, is one that is away: then it is the source.
+    monkeypatch.setattr(reader_source, "_ASK_S", DEADLINE_S)
+    monkeypatch.setattr(reader_source, "near_servers", lambda _, near: (frozenset({near or "server-0"}), frozenset()))
+    seed = int(os.environ.get("SEED", time.time_ns() % 10**6))
+    print(f"SEED={seed}")
+    chance, number, turn = random.Random(seed), 0, 0
+    client = connect()
+    readers: list[tuple[smb.torch.Follower, Any]] = []
+
+    def follow(way: str, near: str | None = None, parts: Any = None) -> None:
+        readers.append((smb.torch.follow(connect(way), "w", near=near, placements=parts), parts))
+
+    def check(latest: int) -> None:
+        for follower, parts in readers:
+            assert follower.wait(generation=latest, timeout=DEADLINE_S) == latest
+            assert equal(follower.state_dict(), latest, parts)
+            assert follower.generation == latest
+
+    while number < GENERATIONS:
+        ranks, kind = ((2, "rows"), (3, "columns"), (1, "rows"), (2, "mixed"))[(seed + turn) % 4]
+        turn += 1
+        (tmp_path / str(turn)).mkdir()
+        group = Mesh(context, cluster.address, tmp_path / str(turn), ranks=ranks)
+        options = {"deltas": 4, "versions": 3, "servers": ["server-0"], "relays": ["server-1"]}
+        try:
+            assert group.ask("sparse_publisher", "w", kind, turn_s=0.5, **options) == [number] * ranks
+            if not readers:
+                for way, near, parts in (
+                    (FAR, None, None), ("shm", None, PARTS), (FAR, "server-1", None), (FAR, "server-1", PARTS),
+                ):  # fmt: skip
+                    follow(way, near, parts)
+            with in_process(read_parts_until_killed, cluster.address) as (_, messages):
+                # "commit some": of the group's first generation, when the whole state is there, and its entry is not.
+                step, killed = chance.choice(
+                    [("write", 0), ("write some", 0), ("commit", 0), ("commit some", 0), ("write", ranks - 1)]
+                )
+                if step != "commit some":
+                    for _ in range(chance.randint(3, 12 if LONG else 6)):
+                        number += 1
+                        assert [each for each, _ in group.ask("sparse_publish", number)] == [number] * ranks
+                        check(number)
+                    read = 0
+                    while read < number:
+                        read, same = messages.get(timeout=DEADLINE_S)
+                        assert same, read
+                group.ask("die_at", step, killed)
+                group.tell("sparse_publish", number + 1)
+                group.processes[killed].join(DEADLINE_S)
+                assert group.processes[killed].exitcode == -signal.SIGKILL
+                for rank in range(ranks):
+                    assert rank == killed or "UnavailableError" in group.heard(rank)
+                assert client.open("w.log").version == number
+                if number:
+                    check(number)
+        finally:
+            group.end()
+    assert [follower.source for follower, _ in readers] == ["", "", *["w.mirror.server-1"] * 2]

@@ -16,7 +16,7 @@ import torch
 import smb
 import smb.torch
 from tests.conftest import Connect
-from tests.support.daemons import wait_for
+from tests.support.daemons import state_of_process, wait_for
 from tests.support.meshes import Mesh, local_step, network, published
 from tests.support.transports import FAR
 
@@ -235,11 +235,6 @@ def test_a_rank_that_is_stopped(context: Any, cluster: smb.LocalCluster, connect
         assert equal(follower.state_dict(), 5)
     finally:
         trainer.end()
-
-
-def state_of_process(pid: int) -> str:
-    """The kernel's letter for it: "T" of one that is stopped."""
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
 @pytest.mark.parametrize(
