@@ -75,6 +75,7 @@ class Client:
         self.world, self.number = world, number
         self.name = f"w{number}"
         self._rng = Random(f"{world.plan.seed} client {number}")
+        self._joins = self._rng.choice((0.1, 0.1, 0.7))  # how many of its buffers are to move together with another one
         self.process = Process(world.loop, self.name, self.name)
         self._at = 0
         self._addresses = world.coordinator_addresses.split(",")
@@ -179,7 +180,7 @@ class Client:
         name, rng = self._some(there=False), self._rng
         replicas = rng.choice((1, 2, 2, 2))
         like = [each for each in self.names.values() if each is not None and each.replicas == 2]
-        joins = bool(like) and rng.random() < 0.15
+        joins = bool(like) and rng.random() < self._joins
         elements = rng.choice((ELEMENTS, ELEMENTS, rng.randrange(1 << 20, 6 << 20)))
         stripe = rng.choice((0, 0, 4096 * (elements // 1536)))
         attempt = rng.getrandbits(60) + 1
