@@ -11,7 +11,7 @@ been heard of, nothing is decided, clients do not see the buffer, and none of it
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from functools import partial
 
@@ -91,8 +91,8 @@ def _taken_back(state: State, record: BufferRecord) -> Step:
 
 
 def _made(state: State, record: BufferRecord, known: Interrupted, now: Instant) -> Step:
-    """The servers register again, so that what they hold is judged by the record. Those that were restarted since it
-    was stored are judged now, as no later registration shows that.
+    """The servers register again, so that what they hold is judged by the record. What their reports already showed is
+    judged now: no later registration shows that a server was restarted since the record was stored.
     """
     made = replace(record, ready=True)
     state = replace(
@@ -102,20 +102,21 @@ def _made(state: State, record: BufferRecord, known: Interrupted, now: Instant) 
     )
     text = f"{made.title} counts as made: the coordinator was stopped within its creation, or its records were older"
     effects: list[Effect] = [SaveBuffer(made), WakeOpeners(made.key), Report(logging.WARNING, text)]
-    for name, run in known.runs.items():
-        if name in known.held and state.servers[name].instance_id != run:
-            state, saves = judge_copies(
-                state, partial(_after_restart, state, made.id, name, known.held[name], now), None
-            )
-            effects += saves
+    heard = {name: held for name, held in known.held.items() if state.heard(name, now)}
+    restarted = [name for name, run in known.runs.items() if name in heard and state.servers[name].instance_id != run]
+    # First what is missing: no server takes over with a copy that it does not have.
+    for name, again in [*((name, False) for name in heard), *((name, True) for name in restarted)]:
+        judge = partial(_come_back, made.id, name, heard[name], heard.keys(), again)
+        state, saves = judge_copies(state, judge, None)
+        effects += saves
     return replace(state, suspected=state.suspected | known.held.keys()), tuple(effects)
 
 
-def _after_restart(
-    state: State, buffer_id: int, server: str, held: frozenset[int], now: Instant, record: BufferRecord
+def _come_back(
+    buffer_id: int, server: str, held: frozenset[int], heard: Collection[str], restarted: bool, record: BufferRecord
 ) -> BufferRecord:
     """Return that buffer's record after a server came back with these segments of it; other records as they are."""
     if record.id != buffer_id:
         return record
     missing = {segment.id for segment in record.segments} - held
-    return come_back(record, server, missing, lambda other: state.heard(other, now), restarted=True)
+    return come_back(record, server, missing, heard.__contains__, restarted=restarted)

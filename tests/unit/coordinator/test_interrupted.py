@@ -187,6 +187,19 @@ def test_a_primary_that_was_restarted_does_not_go_on_with_its_backup() -> None:
     assert (segment.server, segment.backup, segment.epoch) == ("b", "", 2)
 
 
+def test_a_backup_that_was_never_made_does_not_take_over() -> None:
+    """Even from a primary that was restarted: that one has all there is."""
+    cluster = Cluster()
+    cluster.register("a", "b")
+    cluster.want("half", replicas=2, server_names=("a",))
+    cluster = again(cluster)
+    back(cluster, "b", None)
+    back(cluster, "a", replace(NEW, epoch=1), 2)
+    assert judged(cluster) == ["half"]
+    (segment,) = cluster.state.buffers["half"].segments
+    assert (segment.server, segment.backup, segment.epoch) == ("a", "", 2)
+
+
 def test_what_it_was_to_move_with_keeps_its_copies() -> None:
     """The servers lack a member that was never made: the rest of the bundle has lost nothing."""
     cluster = Cluster()
