@@ -104,10 +104,9 @@ class SmbWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc,unused
             with copy.held(generation, self._timeout) as tensors:
                 self._load(tensors)
         except Exception as error:  # noqa: BLE001 - the same at all workers
-            if self._reloading:
-                self.finish_weight_update()
-                error = _half_way(generation, copy.name, error)
-            return self._report(error)
+            half_way = self._reloading and not self.generation
+            self.finish_weight_update()  # vLLM does not after an error
+            return self._report(_half_way(generation, copy.name, error) if half_way else error)
         self.generation = generation
 
     def _load(self, tensors: dict[str, torch.Tensor]) -> None:

@@ -19,9 +19,6 @@ from smb.errors import InvalidArgumentError
 from smb.torch.publish import Publisher
 from smb.torch.vllm_clients import BACKEND, finish
 
-# Whether Publisher.publish takes pairs of a name and a tensor, one after the other.
-_TAKES_PAIRS = inspect.signature(Publisher).parameters["state"].default is None
-
 
 @dataclass
 class SmbTrainerInitInfo(TrainerInitInfo):  # type: ignore[misc,unused-ignore]
@@ -108,7 +105,11 @@ class SmbTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: igno
                 pass
             return
         weights = _here(passes)
-        self.generation = self._publisher.publish(weights if _TAKES_PAIRS else dict(weights))
+        try:
+            self.generation = self._publisher.publish(weights)
+        finally:
+            for _ in passes:  # also after an error: the other ranks wait in a collective
+                pass
         self.client.start_weight_update()
         try:
             self.client.update_weights({"generation": self.generation})

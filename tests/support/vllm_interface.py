@@ -145,16 +145,19 @@ class Registry:
 
 @dataclass
 class Source:
-    """All weights of a state, with their names and shapes."""
+    """All weights of a state, with their names and shapes. `passed` counts the tensors that were asked for."""
 
     state: dict[str, torch.Tensor]
+    passed: int = 0
 
     @property
     def metadata(self) -> list[Any]:
         return [SimpleNamespace(name=name, dtype=each.dtype, shape=each.shape) for name, each in self.state.items()]
 
     def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
-        yield from self.state.items()
+        for each in self.state.items():
+            self.passed += 1
+            yield each
 
 
 class Model(torch.nn.Module):

@@ -1,5 +1,5 @@
 """smb.torch.vllm: in which order our code does things, called as vLLM calls its engines (a stand-in; see
-tests/support/vllm_interface.py). test_vllm_wheels.py has the real one."""
+tests/support/vllm_interface.py). test_vllm_engines.py and test_vllm_wheels.py have the real one."""
 
 from __future__ import annotations
 
@@ -122,7 +122,12 @@ def test_what_is_refused_leaves_the_model_untouched(
     assert model.calls[-3:] == ["initialize", "load", "finalize"]
     assert worker.engine.generation == 0
     model.breaks = 99
-    worker.update(5)
+    worker.start_weight_update()
+    worker.update_weights({"generation": 5})
+    with pytest.raises(smb.TimeoutError, match="version 99"):  # a second one, before the first is finished
+        worker.update_weights({"generation": 99})
+    assert model.calls[-3:] == ["initialize", "load", "finalize"]
+    assert worker.engine.generation == 5
     assert has(model, 5)
 
 
@@ -184,7 +189,14 @@ def test_one_call_of_a_trainer_engine_updates_all_engines(
     client.add("one", Dead())
     with pytest.raises(smb.Error, match=r"none of 1 engines is left.*nobody answers"):
         trainer.send_weights()
+    source.state["0.bias"] = None  # type: ignore[assignment]
+    with pytest.raises(smb.InvalidArgumentError, match=r"no values of '0.bias' on rank 0"):
+        trainer.send_weights()
     trainer.shutdown()
+    source.passed = 0
+    with pytest.raises(smb.Error):
+        trainer.send_weights()
+    assert source.passed == 4  # for the sake of the other ranks
     other.shutdown()
 
 
