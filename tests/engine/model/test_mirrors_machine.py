@@ -19,7 +19,6 @@ from smb.coordinator.records import BufferRecord, Kind
 from smb.coordinator.state import ARRIVED
 from smb.coordinator.validate import Creation, check_creation
 from smb.published import ABOUT, LOG, LOG_FORMAT, MIRROR
-from smb.rpc import control_pb2 as pb
 from smb.rpc.metadata import pack
 from tests.engine.model.test_coordinator_machine import SERVERS, CoordinatorMachine
 from tests.fault.long import LIMIT_S, times
@@ -133,7 +132,10 @@ class MirrorsMachine(CoordinatorMachine):
         for name, task in tasks.items():
             record = self.state.buffers[name]
             assert task.id == record.id
-            assert task.parents[-1] == pb.Parent(end=1.0, name=task.source)
+            source = self.state.source(record)
+            assert source is not None
+            assert task.source == source.name
+            assert not task.plans, "no relay has reported"
 
     def mirrors_here(self) -> list[BufferRecord]:
         return [record for record in self.state.buffers.values() if record.mirror_of and record.ready]
