@@ -12,7 +12,7 @@ interleave: each covers elements of other ranks, which it does not change.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -47,17 +47,28 @@ class Parts:
     added: int  # to the state's sum
 
 
+def pieces_of(memory: StateBytes | PartBytes) -> dict[str, list[Runs]]:
+    """Return the elements of each tensor in a memory, cut for parts."""
+    return {name: list(cut(memory.runs_of(name))) for name in memory.tensors}
+
+
 def compare(
-    memory: StateBytes | PartBytes, tensors: Iterable[tuple[str, torch.Tensor]], nbytes_max: int
+    memory: StateBytes | PartBytes,
+    pieces: Mapping[str, Sequence[Runs]],
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    nbytes_max: int,
 ) -> Parts | None:
-    """Copy tensors into memory that has an earlier state. Return what changed; None if that takes more bytes."""
+    """Copy tensors into memory that has an earlier state. Return what changed; None if that takes more bytes.
+
+    `pieces` are those of `pieces_of`.
+    """
     rows: list[tuple[int, int, int, int]] = []
     data: list[bytes] = []
     nbytes = added = 0
     fits = True
     with ThreadPoolExecutor(min(_THREADS_MAX, os.cpu_count() or 1), "smb-deltas") as threads:
         for name, tensor in tensors:
-            if name not in memory.tensors:
+            if name not in pieces:
                 continue  # another rank has it
             fresh = memory.host(name, tensor)  # kept while its address is in use
             old, address = memory.tensors[name].data_ptr(), fresh.data_ptr()
@@ -67,8 +78,8 @@ def compare(
                 found = delta_encode(memory.width, old, address, runs, room)
                 return (runs, None, 0) if found is None else (runs, room[: found[0]].tobytes(), found[2])
 
-            pieces = list(cut(memory.runs_of(name)))
-            for runs, part, more in map(encode, pieces) if len(pieces) < 2 else threads.map(encode, pieces):
+            several = len(pieces[name]) > 1
+            for runs, part, more in threads.map(encode, pieces[name]) if several else map(encode, pieces[name]):
                 nbytes += 0 if part is None else len(part)
                 fits = fits and part is not None and nbytes <= nbytes_max
                 if part and fits:

@@ -27,7 +27,7 @@ from smb.engine import SUM_PRIME, delta_apply, memory_of, state_sum
 from smb.errors import AlreadyExistsError, Error, InvalidArgumentError, NotFoundError, UnavailableError
 from smb.published import LOG
 from smb.relay.publication_log import LogEntry, PublicationLog, chain
-from smb.torch.delta_parts import Choice, Parts, compare, rows_of, table_of
+from smb.torch.delta_parts import Choice, Parts, compare, pieces_of, rows_of, table_of
 from smb.torch.ranks import Alone, Ranks
 from smb.torch.shard_writer import Late, ShardWriter, SharedTurn, publish_together
 from smb.torch.state_bytes import PartBytes, StateBytes
@@ -94,6 +94,7 @@ class DeltaWriter:
                 self._log = _log_of(client.open(name), deltas, wholes)
         self._wholes = wholes
         self._memory = memory
+        self._pieces = pieces_of(memory)  # made once: a shard that is cut into columns has many runs
         self._shards: ShardWriter | None = None
         if ranks is not None and isinstance(memory, PartBytes):
             self._shards = ShardWriter(wholes, ranks, memory)
@@ -116,7 +117,7 @@ class DeltaWriter:
     def take_pairs(self, pairs: Iterable[tuple[str, torch.Tensor]]) -> None:
         """As take, one tensor after the other. If the pairs fail, the next state is published whole."""
         last, self._last, self._parts = self._last, None, None
-        parts = compare(self._memory, pairs, self._log.delta_max)
+        parts = compare(self._memory, self._pieces, pairs, self._log.delta_max)
         if last is not None and parts is not None:
             self._last, self._parts = last, parts
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from smb.engine import SUM_PRIME, delta_apply, state_sum
 from smb.torch import delta_parts
-from smb.torch.delta_parts import Choice, Parts, compare, cut, rows_of, table_of
+from smb.torch.delta_parts import Choice, Parts, compare, cut, pieces_of, rows_of, table_of
 from tests.support.kernels import deterministic
 
 
@@ -57,7 +57,9 @@ def test_readers_of_any_elements_have_what_any_owners_changed(seed: int, owners:
         for each in range(owners):
             (mine,) = np.nonzero(owner == each)
             memory: Any = Memory(mine, state)
-            found = compare(memory, [("w", torch.from_numpy(fresh[mine])), ("v", torch.empty(1))], 10**6)
+            found = compare(
+                memory, pieces_of(memory), [("w", torch.from_numpy(fresh[mine])), ("v", torch.empty(1))], 10**6
+            )
             assert found is not None
             assert (memory.values == fresh[mine]).all()
             made.append(found)
@@ -104,7 +106,7 @@ def test_other_bytes_are_refused() -> None:
     fresh = np.where(random.random(3000) < 0.1, 5, 0).astype(np.int16)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(delta_parts, "_PART_ELEMENTS", 1000)
-        found = compare(memory, [("w", torch.from_numpy(fresh))], 10**6)
+        found = compare(memory, pieces_of(memory), [("w", torch.from_numpy(fresh))], 10**6)
     assert found is not None
     delta = delta_of([found])
     start = len(table_of(found.rows))
@@ -135,7 +137,7 @@ def test_a_change_of_too_much_is_told() -> None:
     for new, most, fits in ((fresh, 10**6, False), (sparse, 10**6, True), (sparse, 100, False)):
         memory: Any = Memory(np.arange(4000), state)
         memory.runs = np.array([[0, 0, 4000]])
-        found = compare(memory, [("w", torch.from_numpy(new))], most)
+        found = compare(memory, pieces_of(memory), [("w", torch.from_numpy(new))], most)
         assert (found is not None) == fits
         assert (memory.values == new).all()
 
