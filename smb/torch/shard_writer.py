@@ -25,7 +25,7 @@ from smb.pins import PIN_S_MAX
 from smb.spi import versions_of
 from smb.torch.ranks import Alone, Ranks, world
 from smb.torch.state_bytes import PartBytes
-from smb.torch.tensor_slices import TensorSlice, is_sharded, slice_of
+from smb.torch.tensor_slices import TensorSlice, is_sharded, sharding_of, slice_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -76,7 +76,9 @@ def parts_of(buffer: Buffer, ranks: Ranks, tensors: Mapping[str, torch.Tensor]) 
         # One of the ranks with the same shard publishes it, in turn from tensor to tensor.
         if ranks.rank == (0 if name in apart else holders[number % len(holders)]):
             mine[name] = part
-    return PartBytes(buffer, mine)
+    memory = PartBytes(buffer, mine)
+    memory.shardings = {name: sharding_of(tensors[name]) for name in mine}
+    return memory
 
 
 class ShardWriter:

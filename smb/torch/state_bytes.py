@@ -16,7 +16,7 @@ from smb.errors import InvalidArgumentError, NotFoundError
 from smb.spi import versions_of
 from smb.tensors import ALIGNMENT_BYTES, TensorInfo
 from smb.torch.page_lock import page_lock
-from smb.torch.tensor_slices import TensorSlice, local_of, runs_of, shape_of
+from smb.torch.tensor_slices import TensorSlice, local_of, runs_of, shape_of, sharding_of
 from smb.torch.tensor_values import lasting, plain
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ class _Memory:
 
     bytes: np.ndarray[Any, np.dtype[np.uint8]]
     tensors: dict[str, torch.Tensor]
+    shardings: Mapping[str, object] = {}
     _name: str  # of the state's buffer
     # Deltas compare two states bit for bit, in elements of `width` bytes. The width is the size of the smallest element
     # of any tensor (1, 2, 4 or 8), so that an element of a delta never covers two elements of a tensor.
@@ -64,11 +65,11 @@ class _Memory:
         return plain(self._local(name, tensor).to("cpu", self.tensors[name].dtype))
 
     def _local(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        here, wanted = local_of(tensor), self.tensors[name].shape
-        if here.shape != wanted:
+        here, wanted, sharding = local_of(tensor), self.tensors[name].shape, sharding_of(tensor)
+        if here.shape != wanted or self.shardings.get(name, sharding) != sharding:
             raise InvalidArgumentError(
                 f"publish {self._name!r}: this rank has {tuple(here.shape)} of {name}, and had {tuple(wanted)} at the "
-                f"first time; shard the state as it was then"
+                f"first time, or had other elements; shard the state as it was then"
             )
         return here
 
@@ -150,9 +151,10 @@ class PartBytes(_Memory):
     @cached_property
     def runs(self) -> Runs:
         """Which elements of the state lie where in `bytes`."""
-        runs = np.empty((0, 3), np.int64)
+        found = [np.empty((0, 3), np.int64)]
         for name, part in self._slices.items():
-            runs = np.concatenate([runs, self.runs_of(name) + np.array([0, part.start // self.width, 0])])
+            found.append(self.runs_of(name) + np.array([0, part.start // self.width, 0]))
+        runs = np.concatenate(found)
         return np.ascontiguousarray(runs[np.argsort(runs[:, 0])])
 
     @property

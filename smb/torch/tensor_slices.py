@@ -37,6 +37,14 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if is_sharded(tensor) else tensor
 
 
+def sharding_of(tensor: torch.Tensor) -> object:
+    """Return what decides, with the tensor's shape, which part of it this process has; None if it has all."""
+    if not is_sharded(tensor):
+        return None
+    mesh = tensor.device_mesh
+    return tensor.placements, tuple(mesh.shape), mesh.get_coordinate()
+
+
 def whole(shape: Sequence[int]) -> TensorSlice:
     return tuple(((0, extent),) for extent in shape)
 

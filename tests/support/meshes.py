@@ -148,6 +148,25 @@ class Rank:
         generation = self._publisher.publish({} if self._rank in wrong else state)
         return generation, self._publisher.sent_bytes
 
+    def publish_flipped(self, name: str, deltas: int) -> tuple[int, str]:
+        """Publish a state by rows, and again with the ranks in the opposite order: as large shards, of other rows.
+        Return the first generation, and what came of the second.
+        """
+        from torch.distributed.device_mesh import DeviceMesh
+        from torch.distributed.tensor import Shard, distribute_tensor
+
+        ranks = dist.get_world_size()
+        whole = torch.arange(12.0 * ranks).reshape(2 * ranks, 6).to(DEVICE)
+        flipped = DeviceMesh(DEVICE, list(reversed(range(ranks))))
+        first, second = ({"w": distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None)}
+                         for mesh in (self._mesh, flipped))  # fmt: skip
+        publisher = smb.torch.Publisher(self._client, name, first, deltas=deltas)
+        generation = publisher.publish()
+        try:
+            return generation, str(publisher.publish(second))
+        except smb.InvalidArgumentError as error:
+            return generation, str(error)
+
     def sparse_read(self, name: str, kind: str, generation: int) -> tuple[bool, int, int]:
         """Read a generation of that state with shards of this mesh. Return whether its bits are right, the bytes that
         came, and the bytes of this rank's shards.
