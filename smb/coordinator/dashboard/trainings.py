@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -44,40 +44,44 @@ class Rounds:
 class _Past:
     """One training's last minutes: (step, furthest clock, samples per second)."""
 
-    def __init__(self, now: Instant) -> None:
+    def __init__(self) -> None:
         self.steps: deque[tuple[int, int, float]] = deque(maxlen=int(SPAN_S / STEP_S) + 2)
         self.furthest = 0
-        self.reported_at = now.monotonic
+
+
+@dataclass(slots=True)
+class _Rate:
+    """The workers that report a training now, and the sum of their rates."""
+
+    workers: int = 0
+    samples_per_s: float = 0.0
 
 
 class Trainings:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._workers: dict[int, dict[str, WorkerSeen]] = {}  # by session, by training and slot
-        self._past: dict[str, _Past] = {}
+        self._rates: dict[str, _Rate] = {}  # by training, so that a report does not visit those of other workers
+        self._past: OrderedDict[str, _Past] = OrderedDict()  # the training reported last at the end
 
     def record_reports(self, session_id: int, reports: Iterable[pb.TrainingReport], now: Instant) -> None:
         """Store a session's reports. A training that the session no longer reports is removed."""
         with self._lock:
-            known = self._workers.pop(session_id, {})
+            known = self._workers.get(session_id, {})
             fresh: dict[str, WorkerSeen] = {}
             for report in list(reports)[:REPORTS_MAX]:
                 key = f"{report.slot} {report.name}"
                 fresh[key] = _continued(known.get(key), WorkerSeen(session_id, report, now.monotonic))
-            if fresh:
-                self._workers[session_id] = fresh
-            for name in {seen.report.name for seen in fresh.values()}:
-                self._note(name, now)
-            for key in [key for key, seen in fresh.items() if seen.report.left]:
-                del fresh[key]
-            if not fresh:
-                self._workers.pop(session_id, None)
+            self._replace(session_id, fresh)
+            for name in dict.fromkeys(seen.report.name for seen in fresh.values()):
+                self._note(name, max(seen.report.clock for seen in fresh.values() if seen.report.name == name), now)
+            self._replace(session_id, {key: seen for key, seen in fresh.items() if not seen.report.left})
 
     def ended(self, session_ids: Iterable[int]) -> None:
         """Forget sessions that have ended."""
         with self._lock:
             for session_id in session_ids:
-                self._workers.pop(session_id, None)
+                self._replace(session_id, {})
 
     def deleted(self, name: str) -> None:
         """Forget the history of a deleted training: the next one of its name is another one."""
@@ -116,20 +120,32 @@ class Trainings:
                 samples[at] = per_s if at == step - (end - count) or until - step <= 2 else 0.0
         return Rounds(STEP_S, now.wall - (now.monotonic - end * STEP_S), rounds, samples)
 
-    def _note(self, name: str, now: Instant) -> None:
-        past = self._past.get(name)
-        if past is None:
-            if len(self._past) >= TRAININGS_MAX:
-                del self._past[min(self._past, key=lambda other: self._past[other].reported_at)]
-            past = self._past[name] = _Past(now)
-        past.reported_at = now.monotonic
-        seen = [seen for by_slot in self._workers.values() for seen in by_slot.values() if seen.report.name == name]
+    def _replace(self, session_id: int, fresh: dict[str, WorkerSeen]) -> None:
+        """Replace a session's workers. Call with the lock held."""
+        for seen in self._workers.pop(session_id, {}).values():
+            rate = self._rates[seen.report.name]
+            rate.workers -= 1
+            rate.samples_per_s -= seen.samples_per_s or 0.0
+            if not rate.workers:
+                del self._rates[seen.report.name]
+        for seen in fresh.values():
+            rate = self._rates.setdefault(seen.report.name, _Rate())
+            rate.workers += 1
+            rate.samples_per_s += seen.samples_per_s or 0.0
+        if fresh:
+            self._workers[session_id] = fresh
+
+    def _note(self, name: str, clock: int, now: Instant) -> None:
+        """Add a report to a training's history. `clock`: of the worker that reported. Call with the lock held."""
+        past = self._past.setdefault(name, _Past())
+        self._past.move_to_end(name)
+        if len(self._past) > TRAININGS_MAX:
+            self._past.popitem(last=False)
         step = math.floor(now.monotonic / STEP_S)
         if past.steps and past.steps[-1][0] == step:
             past.steps.pop()
-        clock = max(each.report.clock for each in seen)
         past.furthest = max(past.furthest, clock)
-        past.steps.append((step, clock, sum(each.samples_per_s or 0.0 for each in seen)))
+        past.steps.append((step, past.furthest, max(0.0, self._rates[name].samples_per_s)))
 
 
 def _continued(known: WorkerSeen | None, fresh: WorkerSeen) -> WorkerSeen:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from smb.coordinator.dashboard.trainings import REPORTS_MAX, SPAN_S, STEP_S, TRAININGS_MAX, Trainings
 from smb.coordinator.events import Instant
 from smb.rpc import control_pb2 as pb
@@ -67,3 +69,33 @@ def test_it_is_bounded() -> None:
     for second in range(5000):
         seen.record_reports(1, [report(clock=second)], at(second))
     assert len(seen._past["run"].steps) <= SPAN_S / STEP_S + 2
+
+
+def test_a_report_does_not_visit_those_of_other_sessions() -> None:
+    """With 40 times the sessions it takes as long, also if all report one training: the shortest of many counts."""
+
+    def shortest_s(sessions: int) -> float:
+        seen = Trainings()
+        for session in range(sessions):
+            seen.record_reports(session, [report(name=f"run{k}", slot=session, clock=1) for k in range(4)], at(10))
+        found = []
+        for turn in range(50):
+            begun = time.perf_counter()
+            seen.record_reports(0, [report(name=f"run{k}", clock=turn) for k in range(4)], at(12 + turn))
+            found.append(time.perf_counter() - begun)
+        return min(found)
+
+    assert shortest_s(4000) < 5 * shortest_s(100)
+
+
+def test_rates_add_up_over_reports_and_ends() -> None:
+    seen = Trainings()
+    for clock in (10, 12):
+        for session in (1, 2, 3):
+            seen.record_reports(session, [report(slot=session, samples=clock * 100)], at(clock))
+    assert seen.rounds("run", at(14)).samples[-1] == 300.0
+    seen.ended([1])
+    seen.record_reports(2, [report(slot=2, samples=1400)], at(14))
+    assert seen.rounds("run", at(16)).samples[-1] == 200.0
+    seen.ended([2, 3])
+    assert seen.workers() == {}
