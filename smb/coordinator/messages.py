@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import repeat
 
 from smb.coordinator.draining import Staying
@@ -130,8 +130,17 @@ def add_quarantined(message: pb.Server, state: State, where: Where) -> None:
     message.quarantined_left_out = max(0, len(listed) - QUARANTINED_SHOWN_MAX)
 
 
-def buffer_message(state: State, record: BufferRecord, *, listed: bool = False) -> pb.Buffer:
-    """Return the buffer with its servers' current addresses. With `listed` the metadata is left out."""
+def buffer_message(
+    state: State, record: BufferRecord, *, listed: bool = False, names: Mapping[int, str] | None = None
+) -> pb.Buffer:
+    """Return the buffer with its servers' current addresses. With `listed` the metadata is left out. `names`: of all
+    buffers, by id, where many messages are made; None: the source's name is looked up.
+    """
+    if names is None:
+        source = state.source(record)
+        source_name = source.name if source is not None else ""
+    else:
+        source_name = names.get(record.mirror_of, "")
     layout = pb.Layout(
         epoch=record.epoch,
         stripe_bytes=record.stripe_bytes,
@@ -152,7 +161,7 @@ def buffer_message(state: State, record: BufferRecord, *, listed: bool = False) 
         copy_stride_bytes=record.copy_stride_bytes,
         packed_metadata=b"" if listed else record.metadata,
         replicas=record.replicas,
-        mirror_of=source.name if (source := state.source(record)) is not None else "",
+        mirror_of=source_name,
     )
 
 

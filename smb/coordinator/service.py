@@ -11,12 +11,15 @@ from collections import Counter
 from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeAlias
 from weakref import WeakValueDictionary
 
 import grpc.aio
 
 from smb.coordinator import relay_access
+from smb.coordinator.beside_loop import BesideLoop
+from smb.coordinator.buffer_list import BufferList
 from smb.coordinator.commit_log import CommitLog
 from smb.coordinator.copy_maker import CopyMaker
 from smb.coordinator.dashboard_interface import Overview, Watch
@@ -146,7 +149,9 @@ class CoordinatorService(CoordinatorServicer):
     ) -> None:
         """`tokens`: only with credentials. `outside`: None for the clocks and the network of this host."""
         outside = outside or Outside()
-        self._new_id, self._in_thread = outside.new_id, outside.in_thread
+        self._new_id = outside.new_id
+        self._beside = BesideLoop(outside.in_thread)
+        self._buffer_list = BufferList(self._beside)
         self._tokens = tokens
         self._commit_log = commit_log
         self._servers = servers
@@ -158,7 +163,6 @@ class CoordinatorService(CoordinatorServicer):
         self._overview = overview
         self._shared = shared or pb.SharedSettings()
         self._opens_waiting: Counter[str] = Counter()  # by the certificate's key
-        self._parsing = asyncio.Lock()
         self._registering: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # by the server's name
         self._mirrors = mirrors
 
@@ -407,10 +411,10 @@ class CoordinatorService(CoordinatorServicer):
         def planned(single_copies: bool) -> list[Move]:
             return plan(records, pool, capacity, single_copies=single_copies, bound=bound)
 
-        moves = await self._in_thread(planned, request.single_copies)
+        moves = await self._beside.run(caller().key, partial(planned, request.single_copies))
         left = 0
         if not request.single_copies:
-            all_of_them = await self._in_thread(planned, True)
+            all_of_them = await self._beside.run(caller().key, partial(planned, True))
             alone = {segment.id for record in records if record.moves_alone for segment in record.segments}
             left = len({move.segment_id for move in all_of_them} & alone)
         if not request.dry_run:
@@ -420,14 +424,14 @@ class CoordinatorService(CoordinatorServicer):
     async def Overview(self, request: pb.OverviewRequest, context: Context) -> pb.OverviewReply:
         """See control.proto. Made in a thread, since it takes long with very many buffers."""
         _check_unlimited("Overview")
+        make = self._overview.all
         if request.server:
-            text = await self._in_thread(self._overview.server, request.server)
+            make = partial(self._overview.server, request.server)
         elif request.buffer:
-            text = await self._in_thread(self._overview.buffer, request.buffer)
+            make = partial(self._overview.buffer, request.buffer)
         elif request.training:
-            text = await self._in_thread(self._overview.training, request.training)
-        else:
-            text = await self._in_thread(self._overview.all)
+            make = partial(self._overview.training, request.training)
+        text = await self._beside.run(caller().key, make)
         return pb.OverviewReply(json=text.decode())
 
     async def LockHolder(self, request: pb.LockHolderRequest, context: Context) -> pb.LockHolderReply:
@@ -483,9 +487,7 @@ class CoordinatorService(CoordinatorServicer):
             relay_access.check_create(self._commit_log.state, caller().name, asked)
         if not asked.packed_metadata:
             return creation_of(asked)
-        async with self._parsing:
-            creation: Creation = await self._in_thread(creation_of, asked)
-            return creation
+        return await self._beside.run(caller().key, partial(creation_of, asked))
 
     async def OpenBuffer(self, request: pb.OpenBufferRequest, context: Context) -> pb.Buffer:
         self._check_given_session(request)
@@ -512,13 +514,9 @@ class CoordinatorService(CoordinatorServicer):
 
     async def ListBuffers(self, request: pb.ListBuffersRequest, context: Context) -> pb.ListBuffersReply:
         """See control.proto. Sorted by name."""
-        state, who = self._commit_log.state, caller()
-        shown = (record for record in state.listed() if who.may_see(record.name))
-        reply = pb.ListBuffersReply(buffers=[buffer_message(state, record, listed=True) for record in shown])
-        if lost := self._commit_log.state.lost_segments(self._commit_log.now()):
-            for message in reply.buffers:
-                _mark_lost(message, lost)
-        return reply
+        state = self._commit_log.state
+        lost = state.lost_segments(self._commit_log.now())
+        return await self._buffer_list.page(state, lost, caller(), request.after)
 
     async def DeleteBuffer(self, request: pb.DeleteBufferRequest, context: Context) -> pb.DeleteBufferReply:
         if caller().role is Role.SERVER:

@@ -186,8 +186,9 @@ class State:
 
     def source(self, record: BufferRecord) -> BufferRecord | None:
         """Return the buffer of which this record is a mirror."""
-        found = (each for each in self.buffers.values() if record.mirror_of and each.id == record.mirror_of)
-        return next(found, None)
+        if not record.mirror_of:
+            return None
+        return next((each for each in self.buffers.values() if each.id == record.mirror_of), None)
 
     def mirrors(self, record: BufferRecord) -> list[BufferRecord]:
         """Return the ready mirrors of a published buffer, by name."""

@@ -193,9 +193,14 @@ class Coordinator:
         return self.create_buffer(request, timeout)
 
     def list_buffers(self, timeout: float) -> list[pb.Buffer]:
-        """Return all buffers, by name."""
-        reply: pb.ListBuffersReply = self._call("ListBuffers", pb.ListBuffersRequest(), timeout)
-        return list(reply.buffers)
+        """Return all buffers, by name. They come in pages, each of its own moment; `timeout` is for all of them."""
+        until, found, more = time.monotonic() + timeout, list[pb.Buffer](), True
+        while more:
+            request = pb.ListBuffersRequest(after=found[-1].name if found else "")
+            reply: pb.ListBuffersReply = self._call("ListBuffers", request, max(0.0, until - time.monotonic()))
+            found.extend(reply.buffers)
+            more = reply.more
+        return found
 
     def delete_buffer(self, name: str, missing_ok: bool, timeout: float, known_id: int = 0) -> None:
         request = pb.DeleteBufferRequest(name=name, missing_ok=missing_ok, id=known_id)
