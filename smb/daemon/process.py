@@ -16,7 +16,6 @@ import os
 import resource
 import secrets
 import select
-import selectors
 import signal
 import socket
 import socketserver
@@ -33,6 +32,7 @@ from prometheus_client import CollectorRegistry, disable_created_metrics, make_w
 from smb.config.host_address import bindable
 from smb.config.parse import OWNER_VARIABLE, format_address, parse_address
 from smb.config.untrusted import parse_json, read_text
+from smb.daemon.arrivals import Arrivals
 from smb.errors import Error, InvalidArgumentError, UnavailableError
 
 if TYPE_CHECKING:
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 PAGE_CLIENT_TIMEOUT_S = 10.0  # a scraper that stops in the middle of a request holds a thread this long
 PAGE_REQUESTS_MAX = 32  # at once, from scrapers, browsers and unknown clients; each takes a thread
+HEALTH_REQUESTS_MAX = 32  # more, for the health pages
 _PR_SET_DUMPABLE = 4
 _PAGE_PAUSE_S = 0.1  # after no descriptor was available for a connection
 
@@ -53,6 +54,7 @@ GRPC_SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
 
 _READY_BYTES_MAX = 4096  # of a ready file, which has four names and values
 _READY_PARTS_MAX = 16
+_HEALTH_PATHS = ([b"/livez"], [b"/readyz"], [b"/healthz"])
 _PATHS = b"There is /metrics, /healthz, /livez and /readyz.\n"
 _log = logging.getLogger("daemon")
 disable_created_metrics()  # type: ignore[no-untyped-call]  # the time of each counter's start would double the page
@@ -280,12 +282,19 @@ class Pages:
         self._server.server_close()
 
     def _serve(self) -> None:
-        """As the server's serve_forever, but without its look twice a second whether it should end."""
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._server, selectors.EVENT_READ)
-            selector.register(self._end, selectors.EVENT_READ)
-            while all(key.fileobj is self._server for key, _ in selector.select()):
-                self._server.handle_request()
+        server = self._server
+        with select.epoll() as poll, contextlib.closing(Arrivals(poll, server.arrived)) as arrivals:
+            poll.register(server, select.EPOLLIN)
+            poll.register(self._end, select.EPOLLIN)
+            while True:
+                for fd, events in poll.poll(arrivals.end_late()):
+                    if fd == self._end:
+                        return
+                    if fd != server.fileno():
+                        arrivals.look(fd, events)
+                        continue
+                    with contextlib.suppress(OSError):  # the peer went away at once, or no descriptor is free
+                        arrivals.add(*server.get_request())
 
 
 class _PageRequest(WSGIRequestHandler):
@@ -298,13 +307,14 @@ class _PageRequest(WSGIRequestHandler):
 class _PageServer(socketserver.ThreadingMixIn, WSGIServer):
     daemon_threads = True
     block_on_close = False
-    timeout = 0  # do not wait for a client that goes away at once
+    request_queue_size = 128  # connections that were not accepted yet
 
     def __init__(self, family: socket.AddressFamily, host: str, port: int) -> None:
         self.address_family = family
         self._lock = threading.Lock()
         self._begun: dict[socket.socket, float] = {}  # requests in progress, the oldest first
         super().__init__((host, port), _PageRequest)
+        self.socket.setblocking(False)  # a peer may go away before it is accepted
 
     def get_request(self) -> Any:
         """Accept a connection. Without a free descriptor it waits a moment, because the socket stays readable."""
@@ -315,13 +325,15 @@ class _PageServer(socketserver.ThreadingMixIn, WSGIServer):
                 time.sleep(_PAGE_PAUSE_S)
             raise
 
-    def process_request(self, request: Any, client_address: Any) -> None:
-        """Answer the request in a thread of its own. If PAGE_REQUESTS_MAX are in progress, the new one is closed, and
-        so is the oldest if it has had its time.
+    def arrived(self, request: socket.socket, peer: tuple[str, int], begins: bytes) -> None:
+        """Answer a request that has arrived, in a thread of its own. If PAGE_REQUESTS_MAX are in progress, the new one
+        is closed, and so is the oldest if it has had its time. Requests for the health pages have HEALTH_REQUESTS_MAX
+        more places: their answers fit into the socket, so nobody can hold such a place.
         """
+        health = begins.split(b" ", 2)[1:2] in _HEALTH_PATHS
         now = time.monotonic()
         with self._lock:
-            full = len(self._begun) >= PAGE_REQUESTS_MAX
+            full = len(self._begun) >= PAGE_REQUESTS_MAX + health * HEALTH_REQUESTS_MAX
             if not full:
                 self._begun[request] = now
             else:
@@ -333,7 +345,7 @@ class _PageServer(socketserver.ThreadingMixIn, WSGIServer):
             self.shutdown_request(request)
             return
         try:
-            super().process_request(request, client_address)
+            self.process_request(request, peer)
         except RuntimeError as error:  # no thread can be started
             _log.warning("a page was not served: %s", error)
             self.shutdown_request(request)

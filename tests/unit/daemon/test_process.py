@@ -19,7 +19,7 @@ from prometheus_client import CollectorRegistry, Gauge
 
 from smb import errors
 from smb.config.parse import parse_address
-from smb.daemon import process
+from smb.daemon import arrivals, process
 from smb.daemon.process import Pages, check_listen, start_log, write_ready_file
 from tests.support.daemons import wait_for
 
@@ -112,10 +112,10 @@ def test_a_log_entry_is_one_line(root_log: logging.Logger, capsys: pytest.Captur
         start_log("loud")
 
 
-def _answered(address: str) -> bool:
+def _answered(address: str, path: str = "/livez") -> bool:
     with socket.create_connection(parse_address(address), 10) as asking:
         try:
-            asking.sendall(b"GET /livez HTTP/1.0\r\n\r\n")
+            asking.sendall(f"GET {path} HTTP/1.0\r\n\r\n".encode())
             return asking.recv(1000).startswith(b"HTTP/1.0 200")
         except ConnectionError:
             return False
@@ -125,21 +125,68 @@ def _serving() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if "process_request_thread" in thread.name]
 
 
-def test_strangers_take_so_many_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who connects and says nothing takes a thread each, up to a number; one who leaves makes room. One that has had
-    its time makes room, too.
+def _is_closed(connection: socket.socket) -> bool:
+    connection.setblocking(False)
+    try:
+        return connection.recv(1) == b""
+    except BlockingIOError:
+        return False
+    except ConnectionError:
+        return True
+
+
+def test_slow_strangers_take_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who says nothing, or only a part of a request, keeps nobody out, and is closed if there are too many, the oldest
+    first, or after a time. A request that arrives byte by byte is answered.
     """
     with Pages("127.0.0.1:0", CollectorRegistry(), lambda: {"ok": True}) as pages, ExitStack() as silent:
         held = []
-        for _ in range(process.PAGE_REQUESTS_MAX):
+        for number in range(arrivals.ARRIVING_MAX):
             held.append(silent.enter_context(socket.create_connection(parse_address(pages.address), 10)))
+            held[-1].sendall(b"GET / HTTP/1.1\r\nHost: x\r\n"[:number])
+        for path in ("/livez", "/readyz", "/healthz", "/metrics"):
+            assert _answered(pages.address, path)
+        assert not _serving() or len(_serving()) == 1  # that of the last answer may be ending
+        wait_for(lambda: _is_closed(held[0]), "the end of the oldest")
+        assert not _is_closed(held[-1])
+        slow = silent.enter_context(socket.create_connection(parse_address(pages.address), 10))
+        for byte in b"GET /livez HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n":
+            slow.sendall(bytes([byte]))
+        assert slow.recv(1000).startswith(b"HTTP/1.0 200")
+        too_much = silent.enter_context(socket.create_connection(parse_address(pages.address), 10))
+        too_much.sendall(b"GET / HTTP/1.1\r\nX: " + bytes([120]) * arrivals.REQUEST_BYTES_MAX)
+        wait_for(lambda: _is_closed(too_much), "the end of an endless request")
+        monkeypatch.setattr(arrivals, "REQUEST_S_MAX", 0.0)
+        late = silent.enter_context(socket.create_connection(parse_address(pages.address), 10))
+        wait_for(lambda: _is_closed(late), "the end of one that is late")
+
+
+def test_health_is_shown_while_others_hold_all_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who reads no answer takes a thread, up to a number: then other pages are closed at once, and the health pages
+    still answer. One who leaves makes room; one that has had its time makes room, too.
+    """
+    long = process.Answer("200 OK", "text/plain", bytes(64 << 20))
+    with (
+        Pages("127.0.0.1:0", CollectorRegistry(), lambda: {"ok": True}, lambda *_: long) as pages,
+        ExitStack() as silent,
+    ):
+
+        def hold() -> socket.socket:
+            held = silent.enter_context(socket.create_connection(parse_address(pages.address), 10))
+            held.sendall(b"GET /long HTTP/1.0\r\n\r\n")
+            return held
+
+        held = [hold() for _ in range(process.PAGE_REQUESTS_MAX)]
         wait_for(lambda: len(_serving()) == process.PAGE_REQUESTS_MAX, "all of them")
-        assert not _answered(pages.address)
-        assert len(_serving()) == process.PAGE_REQUESTS_MAX
+        assert not _answered(pages.address, "/metrics")
+        for path in ("/livez", "/readyz", "/healthz"):
+            for _ in range(process.HEALTH_REQUESTS_MAX):
+                assert _answered(pages.address, path)
+        wait_for(lambda: len(_serving()) == process.PAGE_REQUESTS_MAX, "the end of these answers")
         held.pop().close()
-        wait_for(lambda: _answered(pages.address), "room")
+        wait_for(lambda: _answered(pages.address, "/metrics"), "room")
         wait_for(lambda: len(_serving()) < process.PAGE_REQUESTS_MAX, "the end of that answer")
-        held.append(silent.enter_context(socket.create_connection(parse_address(pages.address), 10)))
-        wait_for(lambda: not _answered(pages.address), "all being taken")
+        held.append(hold())
+        wait_for(lambda: not _answered(pages.address, "/metrics"), "all being taken")
         monkeypatch.setattr(process, "PAGE_CLIENT_TIMEOUT_S", 0.01)
-        wait_for(lambda: _answered(pages.address), "the room of the oldest")
+        wait_for(lambda: _answered(pages.address, "/metrics"), "the room of the oldest")
