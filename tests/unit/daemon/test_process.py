@@ -156,6 +156,8 @@ def test_slow_strangers_take_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
         too_much = silent.enter_context(socket.create_connection(parse_address(pages.address), 10))
         too_much.sendall(b"GET / HTTP/1.1\r\nX: " + bytes([120]) * arrivals.REQUEST_BYTES_MAX)
         wait_for(lambda: _is_closed(too_much), "the end of an endless request")
+        for each in held:
+            each.close()
         monkeypatch.setattr(arrivals, "REQUEST_S_MAX", 0.0)
         late = silent.enter_context(socket.create_connection(parse_address(pages.address), 10))
         wait_for(lambda: _is_closed(late), "the end of one that is late")
