@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 CALL_S = 15.0  # a client's call, over all attempts
 DATA_S = 40.0  # a change of data: as long as a buffer may be away
 ANSWER_S = 5.0
+LATER_S = 15.0  # how long a client keeps where a buffer is, at most
 NAMES = 4  # of each client
 LOCKS = ("one", "two")
 PAUSE_S = 0.4  # between two events of a client, at most
@@ -315,25 +316,53 @@ class Client:
     @event(12)
     async def peek(self) -> None:
         """Read a buffer of another client: where it was when it was opened, as long as somebody answers there."""
-        others = [known for client in self.world.clients for known in client.names.values() if known is not None]
-        if not others:
+        other = self._another()
+        if other is None:
             return
-        other = self._rng.choice(others)
         known = self._cached.get(other.id)
         if known is None:
-            reply = await self.call("OpenBuffer", pb.OpenBufferRequest(name=other.name, id=other.id))
-            if reply.id != other.id:
+            known = await self._as_it_is(other)
+            if known is None:
                 return
-            known = self._cached[other.id] = Known(reply.name, reply.id, reply.replicas, list(reply.layout.segments))
-            self.world.truth.told(known.name, known.replicas, [each.id for each in known.segments], self.since)
-        at = self._rng.randrange(len(known.segments))
-        part = self._parts(known)[at]
-        least, loose = dict(part.acknowledged), part.loose
+            self._cached[other.id] = known
         try:
-            reply, where = await self._data(known, at, "read")
+            await self._look_at(known, self._data)
         except FailedError:
             del self._cached[other.id]
             raise
+
+    @event(6)
+    async def come_back_late(self) -> None:
+        """Open a buffer of another client, and read it much later, where it was."""
+        other = self._another()
+        known = await self._as_it_is(other) if other is not None else None
+        if known is not None:
+            self.process.begin(self._look_later(known, self._rng.random() * LATER_S))
+
+    async def _look_later(self, known: Known, later_s: float) -> None:
+        await asyncio.sleep(later_s)
+        try:
+            await self._look_at(known, self._asked)
+        except FailedError as error:
+            self.world.say(f"{self.name} come_back_late: {error}")
+
+    def _another(self) -> Known | None:
+        others = [known for client in self.world.clients for known in client.names.values() if known is not None]
+        return self._rng.choice(others) if others else None
+
+    async def _as_it_is(self, other: Known) -> Known | None:
+        reply = await self.call("OpenBuffer", pb.OpenBufferRequest(name=other.name, id=other.id))
+        if reply.id != other.id:
+            return None
+        known = Known(reply.name, reply.id, reply.replicas, list(reply.layout.segments))
+        self.world.truth.told(known.name, known.replicas, [each.id for each in known.segments], self.since)
+        return known
+
+    async def _look_at(self, known: Known, ask: Callable[..., Awaitable[tuple[Any, str]]]) -> None:
+        at = self._rng.randrange(len(known.segments))
+        part = self._parts(known)[at]
+        least, loose = dict(part.acknowledged), part.loose
+        reply, where = await ask(known, at, "read")
         if reply[0] == OK and not loose:
             self.world.was_read(part, least, dict(reply[1]), where)
 
