@@ -276,7 +276,7 @@ class World:
         await asyncio.wait({stored}, timeout=within_s)
 
     def saw_commit(self, event: Event, before: State, committed: Committed, owes: bool) -> None:
-        """A coordinator has stored an event; or it `owes` some of it to a store that is full, or has another content."""
+        """A coordinator has stored an event; or it `owes` some of it to a full store, or others have changed that."""
         for awaited in [each for each in self._awaited if each[0] == type(event).__name__]:
             self._awaited.remove(awaited)
             if not awaited[1].done():
