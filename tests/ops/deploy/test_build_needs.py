@@ -176,7 +176,8 @@ def copy_build_files(tree: Path) -> Path:
         shutil.copy2(ROOT / name, tree / name)
     shutil.copy2(SCRIPT, tree / "csrc")
     protos = ("smb/rpc/control.proto", "smb/coordinator/etcd/etcd.proto")
-    for name in ("csrc/build_engine.py", *protos, "examples/demo-requirements.txt"):
+    others = ("csrc/build_engine.py", "examples/demo-requirements.txt", "tests/support/install.sh")
+    for name in (*protos, *others):
         (tree / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(ROOT / name, tree / name)
     return tree
@@ -198,12 +199,15 @@ def test_make_asks_before_it_makes_anything(machine: Machine) -> None:
     assert sorted(tree.rglob("*")) == before
 
 
-# In place of Python: makes an environment whose pip notes what it does, and does what the variable PIP_DOES says.
+# In place of Python: makes an environment without uv, whose pip notes what it does, and does what the variable PIP_DOES
+# says. There $shell is the process of make that installs.
 FAKE_PYTHON = """#!/bin/sh
 mkdir -p "$3/bin"
 cat >"$3/bin/python" <<'END'
 #!/bin/sh
+case "$*" in *" uv") exit 1 ;; esac
 echo one package >>.venv/packages
+shell=$(cut -d " " -f 4 /proc/$PPID/stat)
 eval "$PIP_DOES"
 END
 chmod +x "$3/bin/python"
@@ -229,8 +233,8 @@ def test_make_uses_no_half_environment(tmp_path: Path) -> None:
         return run.returncode, len((tree / ".venv/packages").read_text().splitlines())
 
     assert install("exit 1") == (2, 1)
-    assert install("kill -KILL $PPID") == (2, 2)
-    assert install("kill -INT $PPID; exit 1") == (2, 1)
+    assert install("kill -KILL $shell") == (2, 2)
+    assert install("kill -INT $shell; exit 1") == (2, 1)
     assert install("exit 1") == (2, 1)
     assert install("true") == (0, 2)
     assert install("exit 1") == (0, 2)  # all is there: pip is not asked
