@@ -19,6 +19,10 @@ import smb.train
 from tests.conftest import Connect
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+AT_NIGHT = pytest.mark.skipif(
+    not os.environ.get("SMB_LONG"),
+    reason="an example whose processes import PyTorch; SMB_LONG=1 runs it",
+)
 
 
 def run_example(name: str, *arguments: str, limit_s: float = 110.0) -> list[str]:
@@ -47,7 +51,7 @@ def test_an_optimizer_on_the_servers() -> None:
     assert np.abs(learnt - truth).max() < 0.2
 
 
-# More than 5 s: seventeen processes start.
+@AT_NIGHT
 def test_one_trainer_and_sixteen_readers() -> None:
     """Every reader saw whole generations only (it checks each), the last one included."""
     *readers, trainer = run_example("trainer_to_readers.py")
@@ -56,7 +60,7 @@ def test_one_trainer_and_sixteen_readers() -> None:
     assert trainer.startswith("the trainer published 50 generations")
 
 
-# More than 5 s: processes import PyTorch, and a policy is trained until the task is learnt.
+@AT_NIGHT
 def test_rollouts_of_a_policy_that_is_learning() -> None:
     """The trainer learns the task from samples that are a few generations old at most; a worker that leaves and one
     that comes instead have both given some."""
@@ -105,7 +109,7 @@ def test_diloco_goes_on_while_workers_are_killed() -> None:
     assert accuracy[-1] > 0.85
 
 
-# More than 5 s: two processes import PyTorch and transformers.
+@AT_NIGHT
 def test_fine_tuning_in_small() -> None:
     """The transformer's code, with a small model of random weights: two processes, frozen embeddings, both finish."""
     lines = run_example("fine_tuning.py", "--small", "--steps", "10")
@@ -130,7 +134,7 @@ def test_the_real_transformer_is_read_right(monkeypatch: pytest.MonkeyPatch) -> 
     assert float(one @ other) == pytest.approx(-0.1050, abs=1e-3)
 
 
-# More than 5 s: programs that import PyTorch train, alone and together.
+@AT_NIGHT
 def test_a_stock_script_becomes_a_shared_one(cluster: smb.LocalCluster, connect: Connect) -> None:
     """stock_shared.py is stock.py with four lines added and one removed, the README shows just these, and
     processes that run it divide the batches of one training."""
@@ -160,7 +164,7 @@ def test_a_stock_script_becomes_a_shared_one(cluster: smb.LocalCluster, connect:
     assert len(set(said)) == 1, said
 
 
-@pytest.mark.skipif(not os.environ.get("SMB_LONG"), reason="four processes import PyTorch; SMB_LONG=1 runs it")
+@AT_NIGHT
 # More than 5 s: two launchers and four ranks import PyTorch.
 def test_torchrun_on_two_hosts(cluster: smb.LocalCluster, connect: Connect) -> None:
     """Two torchruns of two processes each are two members of one training, and divide its rows."""

@@ -20,8 +20,8 @@ from smb.tools.demo.fleet import DemoWorker, Fleet
 from smb.tools.demo.recipes import RECIPES
 from smb.tools.demo.run import DemoView
 
-USUAL = ("bsp", "diloco")  # each over one of the transports; the others have tests without a demo, too
-AT_NIGHT = pytest.mark.skipif(not os.environ.get("SMB_LONG"), reason="the demo by another scheme; SMB_LONG=1 runs it")
+USUAL = ("diloco",)  # the command runs by SEASGD; the others have tests without a demo, too
+AT_NIGHT = pytest.mark.skipif(not os.environ.get("SMB_LONG"), reason="one more whole demo; SMB_LONG=1 runs it")
 
 
 @pytest.fixture(autouse=True)
@@ -65,7 +65,7 @@ def test_short_form_learns(number: int, scheme: str) -> None:
     assert result.curve[-1].seconds > killed_at
 
 
-# More than 5 s: a whole short training, by four processes that import PyTorch.
+@AT_NIGHT
 def test_a_worker_is_killed_however_late_somebody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     """It waits for that, where the others are done meanwhile."""
     kill_and_join = run._SharedTraining._kill_and_join
@@ -133,6 +133,7 @@ def test_command_passes_the_scheme_and_its_settings_on(
 
 
 # More than 5 s: the command as a program: it, its workers and its daemons start, and draw a picture.
+@AT_NIGHT
 def test_interrupted_in_the_middle_it_leaves_the_plot_alone(tmp_path: Path) -> None:
     """Ctrl-C, even pressed twice, ends workers and daemons and frees the memory; the plot has what there was so far,
     and "stopped" is said; exit code 130, no traceback.
