@@ -1,5 +1,5 @@
-"""The ranks of a device mesh as one member: each rank moves its own shards, and the first one, the speaker, acts for
-all.
+"""The room of meshes: the ranks of a device mesh as one member. Each rank moves its own shards, and the first one, the
+speaker, acts for all. smb/torch/joining.py imports this module.
 
 The speaker runs the scheme. Each operation of the scheme on the parameters is a call of all ranks (rank_calls.py),
 which each rank makes for its own shards (mesh_rank.py). Every rank except the speaker holds a lock with the member's

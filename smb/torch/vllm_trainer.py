@@ -16,7 +16,7 @@ from vllm.distributed.weight_transfer.base import TrainerInitInfo, TrainerWeight
 
 import smb
 from smb.errors import InvalidArgumentError
-from smb.torch.publish import Publisher
+from smb.torch import Publisher
 from smb.torch.vllm_clients import BACKEND, finish
 
 

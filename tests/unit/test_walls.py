@@ -13,7 +13,10 @@ from tests.support.walls import circles, lines, reach_ins, rooms, sources
 REACH_INS_MAX = 11
 CIRCLES_MAX, CIRCLES_OF_TYPES_MAX = 0, 5
 
-ROOMS = {"files", "RDMA", "dashboard", "etcd", "plan", "overlap", "demo", "integrations", "rare schemes"}
+ROOMS = {
+    "files", "RDMA", "dashboard", "etcd", "plan", "overlap", "demo", "integrations", "rare schemes", "bench", "doctor",
+    "meshes", "publishing",
+}  # fmt: skip
 
 BOX = """
 class Box:
