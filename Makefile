@@ -38,7 +38,7 @@ endif
 endif
 endif
 
-.PHONY: simulate simulate-short demo test pytest packages lint format-c lock nightly soak nftables matrix c-test fuzz-short verbs fault long fuzz model sanitized promises spin chromium tmux prometheus etcd etcd-server fuse3 ray ray-tests metrics-page protocol-page perf scaling libssl systemd docs wheel wheel-test upgrade container-test bare install clean
+.PHONY: simulate simulate-short demo test pytest packages lint format-c lock nightly soak nftables matrix c-test fuzz-short verbs fault long fuzz model sanitized promises spin chromium tmux prometheus etcd etcd-server fuse3 ray ray-tests vllm vllm-tests metrics-page protocol-page perf scaling libssl systemd docs wheel wheel-test upgrade container-test bare install clean
 
 demo: $(VENV)/demo-installed
 	$(BIN)/smb demo $(DEMO)
@@ -206,6 +206,17 @@ ray:
 ray-tests: $(VENV)/demo-installed
 	@$(call step,$(call pip-install,--editable ".[ray]" "ray[train]" pytest pytest-timeout hypothesis), Ray. The same call again goes on from there)
 	@$(call step,$(BIN)/python -m pytest tests/ops/test_ray.py, pytest. One test again: $(BIN)/pytest FILE::TEST)
+
+# A real vLLM on a CPU, and the classes of each supported release out of its wheel (0.3 GB each). In an environment of its own,
+# 3.5 GB; in any other its tests are reported as not run. Its torchvision, torchaudio and torchcodec do not fit its torch.
+vllm:
+	@$(MAKE) --no-print-directory vllm-tests VENV=build/vllm CONSTRAINTS=
+
+vllm-tests: $(VENV)/installed
+	@$(call step,$(call pip-install,--requirement tests/vllm-requirements.txt), vLLM. The same call again goes on from there)
+	@$(call step,$(PIP) uninstall --yes torchvision torchaudio torchcodec 2>/dev/null, removing packages that do not fit)
+	@$(call step,SMB_VLLM_WHEELS=$(abspath build/vllm-wheels) $(BIN)/python -m pytest --durations 5 \
+		$(or $(TESTS),tests/train/test_vllm_wheels.py tests/train/test_vllm_engines.py), pytest. One test again: make vllm TESTS=FILE::TEST)
 
 # The tables of docs/protocol.md, from csrc/protocol.toml.
 protocol-page: $(VENV)/installed

@@ -65,6 +65,7 @@ FORMS = (
     Form("soak-etcd", "soak MINUTES={half_min} SEED={seed} SOAK=--etcd", 26, 10),
     Form("verbs", "verbs", 42, 20),
     Form("ray", "ray", 7, 3),
+    Form("vllm", "vllm", 27, 13),
     Form("docs", "docs", 8, 4),
     Form("wheel", "wheel-test", 9, 4),
     Form("container", "container-test", 10, 5),
