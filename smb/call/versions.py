@@ -142,6 +142,12 @@ class Versions:
         there = slot < self._calls.info.versions and (version == LATEST or version <= latest)
         return latest, slot if there else -1
 
+    def held(self) -> tuple[int, ...]:
+        """Return the versions that can be read now, in order. Blocks for one question to the home for each."""
+        latest, _ = self.find()
+        oldest = max(1, latest - self._calls.info.versions + 1)
+        return tuple(version for version in range(oldest, latest + 1) if self.find(version)[1] >= 0)
+
     def read(self, offset: int, count: int, sink: Any, wire: int, wanted: int | None = None) -> int:
         """Read elements; see read_ranges."""
         return self.read_ranges([(offset, count, sink)], wire, wanted)

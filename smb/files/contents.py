@@ -148,10 +148,16 @@ class Live:
 class Frozen:
     """One version of a buffer, copied when the first file on it is opened. It never changes."""
 
-    def __init__(self, buffer: Buffer, version: int | None, *, or_zeros: bool = False) -> None:
-        """`or_zeros` allows a buffer without a publication, as zeros: the caller is about to write the first one."""
+    def __init__(
+        self, buffer: Buffer, version: int | None, *, or_zeros: bool = False, memory: Octets | None = None
+    ) -> None:
+        """`or_zeros` allows a buffer without a publication, as zeros: the caller is about to write the first one.
+        `memory` has the bytes of `version` already.
+        """
         self.buffer = buffer
-        if or_zeros and buffer.version == 0:
+        if memory is not None and version is not None:
+            self.version, self.memory = version, memory
+        elif or_zeros and buffer.version == 0:
             self.version, self.memory = 0, np.zeros(buffer.nbytes, np.uint8)
         else:
             self.version, self.memory = _copied(buffer, version)
@@ -175,15 +181,10 @@ class FrozenFile:
 
 
 def _copied(buffer: Buffer, version: int | None) -> tuple[int, Octets]:
-    """Return (number, bytes) of a version, by default the latest. OSError ENOENT if that version is not the latest."""
+    """Return (number, bytes) of a version, by default the latest. NotFoundError if the buffer does not have it."""
     memory = np.empty(buffer.nbytes, np.uint8)
     for _ in range(_SNAPSHOT_TRIES):
-        with buffer.pin(ttl=_PIN_S) as pin:
-            if version is not None and pin.version != version:
-                raise refuse(
-                    errno.ENOENT,
-                    f"version {version} of buffer {buffer.name!r} is not the published one, which is {pin.version}",
-                )
+        with buffer.pin(version, ttl=_PIN_S) as pin:
             try:
                 pin.read(out=memory.view(buffer.dtype), wire="exact")
             except LockLostError:  # the copy took longer than a pin lasts

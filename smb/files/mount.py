@@ -29,11 +29,13 @@ from smb.client import Client
 from smb.errors import Error
 from smb.files.contents import Octets
 from smb.files.error_codes import refuse
+from smb.files.generations import LATEST
 from smb.files.handles import OpenFile
 from smb.files.namespace import FileStatus, NameTree
 
 READ_AHEAD_BYTES = 4 << 20  # the kernel's default of 128 KiB would make a request for each
 _BLOCK_BYTES = 4096
+_LINK_MODE = stat.S_IFLNK | 0o777
 _ENDED_BY_SIGNAL = 8  # a result of fuse_main
 _NAME_BYTES_MAX = 255
 _RENAME_NOREPLACE = 1  # linux/fs.h
@@ -75,6 +77,9 @@ class Operations(mfusepy.Operations):  # type: ignore[misc] # mfusepy's types ar
         file = self._files.get(fh.fh) if fh is not None else None
         status = FileStatus(file.nbytes, file.modified) if file is not None else self._tree.status(_plain(path))
         name = path[1:] if path is not None else file.path if file is not None else None
+        link = None if file is not None else self._tree.link(_plain(path))
+        if link is not None:
+            return self._attributes(status, None) | {"st_mode": _LINK_MODE, "st_size": len(link), "st_nlink": 1}
         return self._attributes(status, None if name is None else self._modes.get(name))
 
     def _attributes(self, status: FileStatus, rights: int | None) -> dict[str, Any]:
@@ -95,6 +100,13 @@ class Operations(mfusepy.Operations):  # type: ignore[misc] # mfusepy's types ar
             "st_atime": modified,
         }
 
+    def readlink(self, path: str) -> str:
+        """See readlink(2): STATE/latest leads to the generation that is the latest now."""
+        link = self._tree.link(_plain(path))
+        if link is None:
+            raise refuse(errno.EINVAL, path)
+        return link
+
     def opendir(self, path: str) -> int:
         """See opendir(3). readdir is called without a path."""
         number = next(self._numbers)
@@ -103,8 +115,11 @@ class Operations(mfusepy.Operations):  # type: ignore[misc] # mfusepy's types ar
 
     def readdir(self, path: str | None, fh: int) -> Iterable[Any]:
         kinds = {False: self._file_mode, True: self._folder_mode}
-        names = [(name, {"st_mode": kinds[folder]}, 0) for name, folder in self._tree.list(self._folders[fh])]
-        return [".", "..", *names]
+        directory = self._folders[fh]
+        modes = {name: kinds[folder] for name, folder in self._tree.list(directory)}
+        if LATEST in modes and self._tree.link(f"{directory}/{LATEST}") is not None:
+            modes[LATEST] = _LINK_MODE
+        return [".", "..", *((name, {"st_mode": mode}, 0) for name, mode in modes.items())]
 
     def releasedir(self, path: str | None, fh: int) -> int:
         """See closedir(3)."""

@@ -18,7 +18,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from smb.buffer import Buffer
 from smb.client import Client
@@ -26,10 +26,12 @@ from smb.errors import Error, NotFoundError, PermissionDeniedError
 from smb.files.catalogue import Catalogue
 from smb.files.contents import Frozen, FrozenFile, Live, Octets
 from smb.files.error_codes import as_os_errors, refuse
+from smb.files.generations import LATEST, MODEL, Generations, Place
 from smb.files.handles import FileNode, OpenFile
 from smb.files.making import Copied, FoundForm, Maker, copy_all, draw
 from smb.files.names import (
     PRIVATE,
+    Form,
     ShownBuffer,
     entries,
     escaped,
@@ -97,6 +99,7 @@ class NameTree:
         self._maker = Maker(client, self._catalogue, self._folders, self._modified, replicas)
         self._latest_aliases: deque[str] = deque(maxlen=_ALIASES_KEPT)
         self._frozen: weakref.WeakValueDictionary[tuple[int, int], Frozen] = weakref.WeakValueDictionary()
+        self._generations = Generations(client, self._catalogue, self._frozen)
 
     # ---- looking
 
@@ -108,6 +111,9 @@ class NameTree:
                 return FileStatus(node.content.nbytes, node.modified)
             if path in self._aliases:
                 return self._aliases[path]
+            place = self._generations.at(path)
+            if place is not None and place.generation:
+                return self._status_of(place)
             if self._is_folder(path):
                 return FileStatus(0, 0, directory=True)
             found = self._look(path)
@@ -117,9 +123,33 @@ class NameTree:
             modified = self._modified.get(found.info.id, round(1e9 * found.info.created))
             return FileStatus(found.view.nbytes, modified, version=found.shown.version)
 
+    def _status_of(self, place: Place) -> FileStatus:
+        number = self._generations.number(place)
+        created = round(1e9 * place.info.created)
+        if not place.file:
+            return FileStatus(0, created, directory=True, version=number)
+        view = self._generations.model(place) if place.file == MODEL else None
+        if view is not None:
+            return FileStatus(view.nbytes, created, version=number)
+        beside = self.status(place.beside)
+        if beside.directory:
+            raise self._none(f"{place.state}/{place.generation}/{place.file}")
+        return replace(beside, version=number)
+
+    def link(self, path: str) -> str | None:
+        """Return the generation to which STATE/latest leads; None for any other path. ENOENT before the first one."""
+        with as_os_errors():
+            place = self._generations.at(path)
+            if place is None or place.generation != LATEST or place.file:
+                return None
+            return str(self._generations.number(place))
+
     def list(self, path: str) -> builtins.list[tuple[str, bool]]:
         """Return (name, True for a directory) of all entries of a directory, sorted. ENOENT, ENOTDIR."""
         with as_os_errors():
+            place = self._generations.at(path)
+            if place is not None and place.generation:
+                return self._list_generation(place)
             if not self._is_folder(path):
                 raise refuse(errno.ENOTDIR, path) if self._find(path) else refuse(errno.ENOENT, path)
             # Before the catalogue: a staged file that becomes a buffer at this moment is then in one of the two.
@@ -135,12 +165,26 @@ class NameTree:
             shown: dict[str, bool] = dict.fromkeys(folders, True)
             for last in buffers:
                 info = listing.infos[start + last]
+                if info.id not in hidden and self._generations.is_state(info):
+                    shown[last] = True
                 if info.id not in hidden:
                     shown[self._maker.listed(start + last, info, listing.infos, own)[len(start) :]] = False
             for staged in staged_files:
                 if parent_of(staged) == path:
                     shown.setdefault(staged.rpartition("/")[2], False)
+            numbers = [] if place is None else self._generations.numbers(place)
+            for name in [*map(str, numbers), *([LATEST] if numbers else [])]:
+                shown.setdefault(name, True)
             return sorted(shown.items())
+
+    def _list_generation(self, place: Place) -> builtins.list[tuple[str, bool]]:
+        if place.file:
+            raise refuse(errno.ENOTDIR, place.file)
+        self._generations.number(place)
+        names = {name for name, folder in self.list(place.state) if not folder}
+        if self._generations.model(place) is not None:
+            names.add(MODEL)
+        return [(name, False) for name in sorted(names)]
 
     def buffer(self, path: str) -> tuple[Buffer, ShownBuffer]:
         """Return the buffer that a path shows, and in which form. ENOENT; EISDIR; ENODATA for a file that is not a
@@ -152,7 +196,11 @@ class NameTree:
                 raise refuse(errno.ENODATA, f"{path!r} becomes a buffer only when it is closed")
             if self._is_folder(path):
                 raise refuse(errno.EISDIR, path)
-            found = self._found(path)
+            place = self._generations.at(path)
+            if place is not None and place.file == MODEL and self._generations.model(place) is not None:
+                shown = ShownBuffer(place.state, Form.SAFETENSORS, self._generations.number(place))
+                return self._catalogue.known(place.info), shown
+            found = self._found(path if place is None else place.beside)
             return self._catalogue.known(found.info), found.shown
 
     def space(self) -> tuple[int, int]:
@@ -169,6 +217,9 @@ class NameTree:
         """
         writes = flags & os.O_ACCMODE != os.O_RDONLY
         with as_os_errors():
+            place = self._generations.at(path)
+            if place is not None and place.generation:
+                return self._open_generation(place, path, flags)
             if not flags & os.O_CREAT and (path in self._aliases or self._is_hidden(path)):
                 raise refuse(errno.ESTALE, path)
             if self._is_folder(path):
@@ -186,6 +237,20 @@ class NameTree:
                 node = self._opened(path, flags, truncate=bool(writes and flags & os.O_TRUNC))
                 node.handles += 1
                 return OpenFile(self, node, None, flags, path)
+
+    def _open_generation(self, place: Place, path: str, flags: int) -> OpenFile:
+        new = flags & os.O_CREAT and flags & os.O_EXCL
+        if not place.file and self._generations.is_folder(path):
+            raise refuse(errno.EEXIST if new else errno.EISDIR, path)
+        if flags & os.O_CREAT or flags & os.O_ACCMODE != os.O_RDONLY:
+            raise _published(path)
+        if not place.file:
+            raise self._none(path)
+        if place.file == MODEL and self._generations.model(place) is not None:
+            number, frozen = self._generations.open(place)
+            return OpenFile(self, None, frozen, flags, f"{place.state}/{number}/{MODEL}")
+        self._status_of(place)
+        return self.open(place.beside, flags)
 
     def _opened(self, path: str, flags: int, *, truncate: bool) -> FileNode:
         node = self._nodes.get(path)
@@ -231,6 +296,9 @@ class NameTree:
         return node
 
     def _check_new(self, path: str) -> None:
+        place = self._generations.at(path)
+        if place is not None and place.generation:
+            raise _published(path)
         parent = parent_of(path)
         if self._make_folders:
             while parent and not self._find(parent):
@@ -288,7 +356,7 @@ class NameTree:
     def remove_folder(self, path: str) -> None:
         """Remove an empty directory. ENOENT, ENOTDIR, ENOTEMPTY."""
         with as_os_errors(), self._lock:
-            if not path or self.list(path):
+            if not path or self._generations.at(path) is not None or self.list(path):
                 raise refuse(errno.ENOTEMPTY, path)
             for inside, hidden in builtins.list(self._hidden.items()):
                 if inside.startswith(path + "/"):
@@ -304,6 +372,7 @@ class NameTree:
         with as_os_errors():
             if self._is_folder(path):  # asks the coordinator, so that the following steps use that answer
                 raise refuse(errno.EISDIR, path)
+            self._refuse_published(path)
             with self._lock:
                 self._remove(path)
 
@@ -394,6 +463,7 @@ class NameTree:
         Open handles of this process keep reading the old file. EXDEV between different forms.
         """
         with as_os_errors():
+            self._refuse_published(path, new_path)
             copied = self._copied(path, new_path)
             try:
                 self._rename(path, new_path, replace, copied)
@@ -402,6 +472,12 @@ class NameTree:
                     # the buffer usually has its new name; otherwise sweep() of the next mount finds it
                     with suppress(Error):
                         self.client.delete(copied.name, missing_ok=True)
+
+    def _refuse_published(self, *paths: str) -> None:
+        """Raise EACCES for a path in the directory of a state that this module makes, or for that directory."""
+        for path in paths:
+            if self._generations.at(path) is not None:
+                raise _published(path)
 
     def _rename(self, path: str, new_path: str, replace: bool, copied: Copied | None) -> None:
         with self._lock:
@@ -733,7 +809,9 @@ class NameTree:
     def _is_folder(self, path: str) -> bool:
         if not path or path in self._folders:
             return True
-        return path in self._catalogue.listing().folders or path in self._catalogue.listing(missed=True).folders
+        if path in self._catalogue.listing().folders or path in self._catalogue.listing(missed=True).folders:
+            return True
+        return self._generations.is_folder(path)
 
     def _orphan(self, path: str) -> None:
         node = self._nodes.pop(path, None)
@@ -746,3 +824,11 @@ class NameTree:
         while path := parent_of(path):
             if path not in folders:
                 self._folders.add(path)
+
+
+def _published(path: str) -> OSError:
+    return refuse(
+        errno.EACCES,
+        f"{path!r} belongs to a published state: its generations cannot be changed. Files that all of them have are "
+        f"written into the state's own directory; smb rm deletes the state",
+    )

@@ -213,7 +213,10 @@ class SoftmemFileSystem(AbstractFileSystem):  # type: ignore[misc] # fsspec has 
                 self.transaction.files.append(deferred)
             flags = deferred.flags
         name = path if deferred is None else deferred.name
-        raw = BufferFile(self.namespace.open(name, flags), name, mode, None, append=bool(flags & os.O_APPEND))
+        opened = self.namespace.open(name, flags)
+        if plain == "r" and opened.path is not None:
+            path = opened.path  # of the generation, if `path` is that of the latest one: it may be opened again
+        raw = BufferFile(opened, name, mode, None, append=bool(flags & os.O_APPEND))
         size = block_size if isinstance(block_size, int) and block_size > 0 else _BUFFER_BYTES
         kind = {os.O_RDONLY: _Reader, os.O_WRONLY: _Writer, os.O_RDWR: _Random}[flags & os.O_ACCMODE]
         file: Any = kind(raw, size)

@@ -16,7 +16,7 @@ delta, or its shards of the whole state; the first rank also writes the table of
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -276,6 +276,15 @@ class DeltaReader:
     def latest(self) -> int:
         """The generation that was published last."""
         return self._log.buffer.version
+
+    def generations(self, versions: Collection[int]) -> tuple[int, ...]:
+        """Return the generations that can be read now, if the state's buffer has these versions."""
+        entries = self._log.entries(self._log.buffer, self.latest)
+        return tuple(
+            entry.generation
+            for entry in entries
+            if entry.whole_version in versions and chain(entries, entry.whole_generation, entry.generation) is not None
+        )
 
     @property
     def mirror_name(self) -> str:

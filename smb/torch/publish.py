@@ -9,15 +9,18 @@ any tensor of a model. So neither a failure nor a later generation in between le
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import torch
 
+import smb
 from smb.call.published_states import PUBLISHER, READER
 from smb.engine import memory_at
 from smb.errors import AlreadyExistsError, Error, InvalidArgumentError, NotFoundError
@@ -123,6 +126,9 @@ class Publisher:
     - `relays` mirrors the state, and its deltas, on memory servers near its readers: their names, or "auto"
       (Client.relay).
     - `versions` copies are kept (2 to 16, by default 3). With 3 or more, one slow reader delays no publication.
+    - `files={"config.json": content}` puts files beside the state, as the bytes `content` or from a path. `smb mount`
+      and softmem:// show them in the directory of each generation, which programs load as a model (docs/publishing.md).
+      They have one copy, and each trainer that passes them replaces them.
     - `options` are servers, stripe, replicas and metadata of Client.create.
 
     Without `state` names, shapes and dtypes are those of the first publication, or of the state that exists under that
@@ -148,6 +154,7 @@ class Publisher:
         versions: int = 3,
         relays: Iterable[str] | str | None = None,
         mesh: DeviceMesh | None = None,
+        files: Mapping[str, bytes | str | os.PathLike[str]] | None = None,
         **options: Any,
     ) -> None:
         if not isinstance(name, str) or not (state is None or isinstance(state, (torch.nn.Module, Mapping))):
@@ -167,6 +174,7 @@ class Publisher:
         self._names = names if names is None or callable(names) else frozenset(names)
         self._dtype = dtype
         self._deltas, self._versions, self._relays, self._options = deltas, versions, relays, options
+        self._files = _contents(asked, files or {})
         self._pairs = PairReader(asked, self._names, self._kind)
         self._turn = threading.Lock()
         self._buffer: Buffer | None = None
@@ -250,8 +258,12 @@ class Publisher:
             else:
                 writer = _WholeWriter(buffer)
             with _agreed(ranks):
-                if self._relays is not None and (ranks is None or ranks.speaks):
-                    client.relay(name, self._relays)
+                if ranks is None or ranks.speaks:
+                    if self._relays is not None:
+                        client.relay(name, self._relays)
+                    for file, content in self._files.items():
+                        with smb.open_file(f"{name}/{file}", "w", client=client) as written:
+                            written.write(content)
         except BaseException:
             with suppress(Error):  # the first error says more
                 _give_up(client, made)
@@ -539,6 +551,18 @@ class Follower:
         return self.buffer.version if self._reader is None else self._reader.latest
 
     @property
+    def generations(self) -> tuple[int, ...]:
+        """The generations that can be read now, in order: load(model, generation=n). Asks the home server.
+
+        ```python
+        follower = smb.torch.follow(client, "policy")
+        follower.generations  # (1,)
+        ```
+        """
+        held = versions_of(self.buffer).held()
+        return held if self._reader is None else self._reader.generations(held)
+
+    @property
     def received_bytes(self) -> int:
         """Bytes that the last read received, without frames; with placements= those of the parts."""
         return self._memory.nbytes if self._reader is None else self._reader.received_bytes
@@ -816,6 +840,19 @@ def _give_up(client: Client, made: Sequence[Buffer]) -> None:
     for buffer in reversed(made):
         with suppress(Error):
             client.delete(buffer, missing_ok=True)
+
+
+def _contents(asked: str, files: Mapping[str, bytes | str | os.PathLike[str]]) -> dict[str, bytes]:
+    """Return what the files have in them. Raises InvalidArgumentError for names that a generation's directory has."""
+    found: dict[str, bytes] = {}
+    for file, content in files.items():
+        if "/" in file or file in ("", ".", "..", "latest", "model.safetensors") or file.isdigit():
+            raise InvalidArgumentError(
+                f"{asked}: files= has {file!r}; take a name without a slash that is not a number, and neither 'latest' "
+                f"nor 'model.safetensors', which the directory of a state has itself"
+            )
+        found[file] = content if isinstance(content, bytes) else Path(content).read_bytes()
+    return found
 
 
 def _agreed(ranks: Ranks | None) -> AbstractContextManager[None]:

@@ -82,6 +82,7 @@ LEFT_OUT = {
     "fault/test_untorn_reads.py": "tests/verbs/test_over_devices.py has it for one-sided reads",
     "files/test_copying.py": _ELSEWHERE,
     "files/test_fsspec.py": _ELSEWHERE,
+    "files/test_generations.py": _ELSEWHERE,
     "files/test_mount.py": _ELSEWHERE,
     "files/test_mounted_names.py": _ELSEWHERE,
     "files/test_open_file.py": _ELSEWHERE,
