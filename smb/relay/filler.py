@@ -39,9 +39,10 @@ _RETRY_FIRST_S, _RETRY_MAX_S = 0.25, 1.0
 _LOOK_S = 1.0  # timeout of one wait, after which a stop is noticed
 _LATE_LOOK_S = 0.1  # how often to look for blocks that are late from other parents
 _RENEW_S = 1.0
-# For each parent: one checks that its blocks are unchanged while another one reads. A saturated link delays requests by
-# its queue, so more are under way at a time if blocks are small.
-_THREADS_MIN, _THREADS_MAX = 2, 8
+# For each parent: one checks that its blocks are unchanged while another one reads. With few parents and small blocks
+# there are more, since a saturated link delays requests by its queue. With many, that would overflow the queues.
+_THREADS_MIN, _THREADS_MAX = 2, 8  # for one parent
+_THREADS = 16  # for all parents
 _UNDER_WAY_BYTES = 1 << 20
 
 _log = logging.getLogger("smb")
@@ -132,8 +133,10 @@ class Filler:
         return fill.done
 
     def _begin(self, fill: Fill, publication: Publication) -> None:
-        count = max(_THREADS_MIN, min(_UNDER_WAY_BYTES // fill.blocks.block_bytes, _THREADS_MAX))
-        for parent in {self.source, *fill.parents} if fill.active else ():
+        parents = {self.source, *fill.parents} if fill.active else set()
+        most = min(_UNDER_WAY_BYTES // fill.blocks.block_bytes, _THREADS // max(1, len(parents)))
+        count = max(_THREADS_MIN, min(most, _THREADS_MAX))
+        for parent in parents:
             feeders = self._feeders.setdefault(parent, [])
             while len(feeders) < count:
                 feeders.append(_Feeder(self._client, self, parent))
