@@ -104,8 +104,14 @@ def train(address: str, mbytes: int, relays: int) -> None:
     """Publish whenever a line comes; print when that began."""
     with smb.connect(address, timeout=600) as client:
         buffer = client.create("m", mbytes << 20, "uint8", versions=3, servers=["trainer"], stripe="64KiB")
-        if relays:
-            client.relay("m")
+        deadline = time.monotonic() + READY_S
+        while relays:
+            try:
+                client.relay("m")
+                break
+            except smb.UnavailableError:  # on a busy machine a server may be too slow to make its mirror
+                if time.monotonic() > deadline:
+                    raise
         print(json.dumps({"ready": True}), flush=True)
         for number, _ in enumerate(sys.stdin, 1):
             array = state(mbytes, number)
