@@ -190,16 +190,19 @@ class DeltaWriter:
             if ranks.speaks:
                 self._send(publication, self._log.slot(entry.generation), entry.to_words())
 
-        turn.write(write)
+        turn.do(write)
 
     def _send_whole(self, asked: str, turn: SharedTurn, timeout: float) -> LogEntry:
         """Publish the whole state, with which readers may begin, and write its entry."""
         ranks, memory = self._ranks, self._memory
-        turn.late.over()
-        with ranks.agreed():
+
+        def look(_: Publication) -> tuple[int, int]:
             end = self._end(asked, turn.version) if ranks.speaks else 0
-        said = ranks.gather((end, state_sum(memory.width, memory.bytes, memory.runs)))
+            return end, state_sum(memory.width, memory.bytes, memory.runs)
+
+        said = ranks.gather(turn.do(look))
         end, total = said[0][0], sum(each for _, each in said) % SUM_PRIME
+        turn.late.over()  # the next turn may have to wait for readers; in it a stopped rank is noticed again
         version = self._publish_whole(asked, timeout, turn.late)
         entry = LogEntry(turn.version, end, 0, total, turn.version, version, total)
         if ranks.speaks:
@@ -209,7 +212,7 @@ class DeltaWriter:
             if ranks.speaks:
                 self._send(publication, self._log.slot(entry.generation), entry.to_words())
 
-        turn.write(write)
+        turn.do(write)
         return entry
 
     def _end(self, asked: str, generation: int) -> int:

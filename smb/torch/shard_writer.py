@@ -15,7 +15,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import torch
 
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
     from smb.buffer import Buffer
 
+Result = TypeVar("Result")
 # The outcome of a commit: its generation, or its failure.
 _Said: TypeAlias = "tuple[int, tuple[type[Error], str, CallOutcome] | None]"
 
@@ -116,7 +117,7 @@ class ShardWriter:
 
     def publish_whole(self, asked: str, timeout: float, late: Late) -> int:
         """As publish, of a state that all ranks have taken."""
-        return publish_together(self._buffer, self._ranks, asked, timeout, late, lambda turn: turn.write(self._write))
+        return publish_together(self._buffer, self._ranks, asked, timeout, late, lambda turn: turn.do(self._write))
 
     def _write(self, publication: Publication) -> None:
         ranges = list(self._memory.ranges)
@@ -148,10 +149,12 @@ class SharedTurn:
         """The number of the version that is written."""
         return self._publication.version
 
-    def write(self, write: Callable[[Publication], None]) -> None:
-        """Run `write` at all ranks, and return when all have done it. Raises one rank's failure at all ranks."""
-        with self._ranks.agreed(), self.late.writing():
-            write(self._publication)
+    def do(self, do: Callable[[Publication], Result]) -> Result:
+        """Run `do` at all ranks, and return this rank's result when all have done it. Raises one rank's failure at all
+        ranks.
+        """
+        with self._ranks.agreed(), self.late.working():
+            return do(self._publication)
 
 
 def publish_together(
@@ -229,8 +232,8 @@ class Late:
         self._ends = time.monotonic() + _LATE_S
 
     @contextlib.contextmanager
-    def writing(self) -> Iterator[None]:
-        """This rank writes its shards in the block."""
+    def working(self) -> Iterator[None]:
+        """This rank does in the block what the others do, too."""
         began, self._ends = time.monotonic(), float("inf")
         try:
             yield

@@ -31,6 +31,7 @@ class _Memory:
 
     bytes: np.ndarray[Any, np.dtype[np.uint8]]
     tensors: dict[str, torch.Tensor]
+    # What sharding_of returns for each tensor, if a rank must always have the same elements of it.
     shardings: Mapping[str, object] = {}
     _name: str  # of the state's buffer
     # Deltas compare two states bit for bit, in elements of `width` bytes. The width is the size of the smallest element
