@@ -18,7 +18,7 @@ from smb.coordinator.events import (
     ServerReturned,
     Ticked,
 )
-from smb.coordinator.memserver_client import MemoryServers, RunLiveness
+from smb.coordinator.memserver_client import PROBE_S, MemoryServers, RunLiveness
 from smb.coordinator.messages import replica_messages
 from smb.coordinator.records import ServerRecord
 from smb.coordinator.replicas import CopyRole
@@ -40,7 +40,6 @@ class RoleChanges:
         self._commit_log = commit_log
         self._servers = servers
         self._session_ends = endings
-        self._silent_since: dict[str, tuple[int, float]] = {}  # by server: its run, and when it first did not answer
         self.on_copies: Callable[[], None] = lambda: None  # copies have ended or are wanted
         self.on_apart: Callable[[str, Collection[str]], None] = lambda *_: None  # a server did not reach others
 
@@ -82,20 +81,20 @@ class RoleChanges:
     async def look(self, server: ServerRecord) -> RunLiveness:
         """Look at this run of a server now. If it is dead, its lease has ended before this method returns.
 
-        A run that this coordinator cannot reach counts as alive once it has renewed after the first failed look.
+        A run that this coordinator cannot reach counts as alive if it renews while this method looks. An earlier
+        renewal shows nothing: the run may have died since.
         """
+        asked_at = self._commit_log.now().monotonic
         run = (await self._servers.look(server)).run
         if run is RunLiveness.DEAD:
             await self._commit_log.commit(ServerDied(server.name, server.instance_id))
         if run is not RunLiveness.MUTE:
-            self._silent_since.pop(server.name, None)
             return run
-        now = self._commit_log.now().monotonic
-        instance_id, since = self._silent_since.setdefault(server.name, (server.instance_id, now))
-        if instance_id != server.instance_id:
-            since = now
-            self._silent_since[server.name] = (server.instance_id, since)
-        renewed = self._commit_log.state.server_leases.ends.get(server.name, 0.0) > since + SERVER_LEASE_S
+        await asyncio.sleep(asked_at + PROBE_S - self._commit_log.now().monotonic)  # a refused network fails at once
+        state = self._commit_log.state
+        known = state.servers.get(server.name)
+        same = known is not None and known.instance_id == server.instance_id
+        renewed = same and state.server_leases.ends.get(server.name, 0.0) > asked_at + SERVER_LEASE_S
         return RunLiveness.ALIVE if renewed else RunLiveness.MUTE
 
     async def silent_survivors(self) -> frozenset[str]:

@@ -15,6 +15,7 @@ from typing import Any, cast
 import grpc.aio
 import pytest
 
+from smb.coordinator import role_changes
 from smb.coordinator import service as services
 from smb.coordinator.commit_log import CommitLog
 from smb.coordinator.copy_maker import CopyMaker
@@ -336,10 +337,11 @@ def test_a_registration_of_before(tmp_path: Path) -> None:
     asyncio.run(work())
 
 
-def test_a_primary_is_back_while_its_backup_is_silent(tmp_path: Path) -> None:
-    """It was given up for a backup whose lease ran and that was lost by then. One that renews after that lives, though
-    nobody answers at its address.
+def test_a_primary_is_back_while_its_backup_is_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was given up for a backup whose lease ran and that was lost by then. One that renews while it is looked at
+    lives, though nobody answers at its address. An earlier renewal shows nothing, not even after an earlier look.
     """
+    monkeypatch.setattr(role_changes, "PROBE_S", 0.02)
 
     async def work() -> None:
         async with beside(tmp_path) as log:
@@ -353,13 +355,19 @@ def test_a_primary_is_back_while_its_backup_is_silent(tmp_path: Path) -> None:
             )  # fmt: skip
             servers.living, servers.mute = 3, frozenset({1})  # both former runs; b's is silent
             await log.commit(ServerDied("a", 1))
-            for _ in range(2):
+            renewal = ServerRenewed("b", 1, log.state.allocation("b").nbytes)
+            for _ in range(3):
                 with pytest.raises(
                     UnavailableError, match='"b", which has other copies of its segments, does not answer'
                 ):
                     await service.RegisterServer(request, cast(Any, None))
-            await log.commit(ServerRenewed("b", 1, log.state.allocation("b").nbytes))
-            await service.RegisterServer(request, cast(Any, None))
+                await log.commit(renewal)
+            servers.probed.clear()
+            registers = asyncio.ensure_future(service.RegisterServer(request, cast(Any, None)))
+            while 1 not in servers.probed:
+                await asyncio.sleep(0)
+            await log.commit(renewal)
+            await registers
             assert [segment.server for segment in log.state.buffers["w"].segments] == ["b"]
 
     asyncio.run(work())
