@@ -58,8 +58,8 @@ int smb_delta_encode(uint32_t width, void *old, const void *fresh, const struct 
  * the runs, is brought up to date if all of the delta was applied. */
 int smb_delta_apply(uint32_t width, void *state, const struct smb_run *runs, uint32_t run_count,
                     uint64_t count, const void *delta, uint64_t bytes, uint64_t *sum);
-/* The sum, modulo SMB_SUM_PRIME, of these runs of a state. That of a whole state is the sum over any runs
- * that have each of its elements once. */
+/* The sum, modulo SMB_SUM_PRIME, of these runs of a state. That of a whole state is the sum over
+ * any runs that have each of its elements once. */
 uint64_t smb_state_sum(uint32_t width, const void *state, const struct smb_run *runs,
                        uint32_t run_count);
 /* CRC-32C (Castagnoli). `crc` is the result for the bytes before `data`, or 0 at the start. */
