@@ -238,6 +238,7 @@ LEFT_OUT = {
     "train/test_states_on_the_page.py": _TRAINING,
     "train/test_streaming.py": _TRAINING,
     "train/test_torch_devices.py": _TRAINING,
+    "train/test_trl.py": "is about calls of other programs, which no transport changes",
     "train/test_two_copies.py": _TWO_COPIES,
     "train/test_vllm.py": "no engine of vLLM knows a transport",
     "train/test_vllm_engines.py": "no engine of vLLM knows a transport",
