@@ -144,6 +144,8 @@ class ControlService(MemoryServerServicer):
     def TakeRoles(self, request: pb.TakeRolesRequest, context: grpc.ServicerContext) -> pb.TakeRolesReply:
 
         def take() -> pb.TakeRolesReply:
+            if request.instance_id not in (0, self._rdma.instance_id):
+                raise NotFoundError("these roles are for another run of this memory server, which must register")
             self._segments.quarantine(request.quarantine_segment_ids)
             for segment_id in request.taken_up_segment_ids:
                 self._segments.take_up(segment_id)

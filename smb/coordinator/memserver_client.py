@@ -136,7 +136,8 @@ class MemoryServers:
         quarantine: Sequence[int] = (),
         taken_up: Sequence[int] = (),
     ) -> frozenset[int]:
-        """Tell the server its roles for these segments, or ask about them; add and remove marks of quarantine.
+        """Tell this run of the server its roles for these segments, or ask about them; add and remove marks of
+        quarantine. Another run at its address takes nothing: what it holds may be older.
 
         Returns the segments that cannot move, out of those for which `let_move` was asked. Raises UnavailableError
         (outcome unknown).
@@ -144,7 +145,10 @@ class MemoryServers:
         try:
             peer = self._peer(server)
             request = pb.TakeRolesRequest(
-                replicas=replicas, quarantine_segment_ids=quarantine, taken_up_segment_ids=taken_up
+                replicas=replicas,
+                quarantine_segment_ids=quarantine,
+                taken_up_segment_ids=taken_up,
+                instance_id=server.instance_id,
             )
             reply = await peer.stub.TakeRoles(request, timeout=ANSWER_S)
         except grpc.aio.AioRpcError as error:
