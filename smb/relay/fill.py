@@ -124,7 +124,8 @@ class Fill:
     @property
     def parents(self) -> list[str]:
         """Return the parents from which blocks are expected."""
-        return list(self._parents)
+        with self.changed:
+            return list(self._parents)
 
     def rates(self) -> dict[str, FeedRate]:
         """Return how fast bytes came from each parent, counting only the time with calls in progress.
@@ -132,13 +133,14 @@ class Fill:
         If most bytes of a parent came while it had a backlog, only those are counted.
         """
         found = {}
-        for name, parent in self._parents.items():
-            every, limited = parent.all_calls, parent.limited_calls
-            if 2 * limited.nbytes > every.nbytes:
-                found[name] = FeedRate(limited.nbytes / max(1e-3, limited.busy_s), True)
-            elif every.nbytes:
-                elapsed = parent.came_at - self._began
-                found[name] = FeedRate(every.nbytes / max(1e-3, elapsed * _BUSY_MIN, every.busy_s), False)
+        with self.changed:
+            for name, parent in self._parents.items():
+                every, limited = parent.all_calls, parent.limited_calls
+                if 2 * limited.nbytes > every.nbytes:
+                    found[name] = FeedRate(limited.nbytes / max(1e-3, limited.busy_s), True)
+                elif every.nbytes:
+                    elapsed = parent.came_at - self._began
+                    found[name] = FeedRate(every.nbytes / max(1e-3, elapsed * _BUSY_MIN, every.busy_s), False)
         return found
 
     @contextmanager
