@@ -27,7 +27,7 @@ from memserver.store_messages import inventory_message, stamp_of
 from smb.arrays.dtypes import DTYPES
 from smb.config.parse import format_address
 from smb.daemon.failpoint import failpoint
-from smb.daemon.process import GRPC_SERVER_OPTIONS
+from smb.daemon.process import grpc_server_options
 from smb.drop_reasons import Ground
 from smb.engine import Token
 from smb.errors import (
@@ -270,7 +270,7 @@ class ControlServer:
         if credentials is not None:
             guards.append(RoleInterceptor(Callers(Current(credentials))))
         pool = ThreadPoolExecutor(THREADS, "control")
-        self._server = grpc.server(pool, interceptors=guards, options=GRPC_SERVER_OPTIONS)
+        self._server = grpc.server(pool, interceptors=guards, options=grpc_server_options())
         service = ControlService(segments, rdma, replication, stamps, check_proof)
         add_MemoryServerServicer_to_server(service, self._server)  # type: ignore[no-untyped-call]
         self.port = add_port(self._server, format_address(host, port), credentials)

@@ -22,11 +22,11 @@ from smb.coordinator.options import ETCD, CoordinatorOptions
 from smb.coordinator.rpc_answers import Answers
 from smb.coordinator.store import open_store
 from smb.daemon.process import (
-    GRPC_SERVER_OPTIONS,
     Answer,
     Pages,
     check_listen,
     end_with_owner,
+    grpc_server_options,
     keep_secrets,
     notify,
     watchdog_interval_s,
@@ -88,7 +88,7 @@ async def _start(options: CoordinatorOptions, leaving: AsyncExitStack) -> None:
             shown.leading.watch.failed(method, shown.leading.commit_log.now())
 
     guards = [] if options.credentials is None else [AioGuard(Callers(Current(options.credentials)))]
-    server = grpc.aio.server(interceptors=[Answers(answered, front), *guards], options=GRPC_SERVER_OPTIONS)
+    server = grpc.aio.server(interceptors=[Answers(answered, front), *guards], options=grpc_server_options())
     address = format_address(host, _bind(server, options.listen, format_address(host, port), options.credentials))
     front.address = _shown_to_others(address, host)
     server.add_generic_rpc_handlers((front,))

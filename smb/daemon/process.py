@@ -44,12 +44,17 @@ HEALTH_REQUESTS_MAX = 32  # more, for the health pages
 _PR_SET_DUMPABLE = 4
 _PAGE_PAUSE_S = 0.1  # after no descriptor was available for a connection
 
+# A connection to a gRPC port that has not shown a good certificate by then is closed, as at the data port
+# (HELLO_DEADLINE_MS). gRPC's own default is two minutes, in which one stranger would take all descriptors.
+GRPC_HANDSHAKE_MS = 5000
+GRPC_CONNECTIONS_MAX = 1 << 17  # twice the sessions of a cluster
 # With so_reuseport, two daemons would share one port and each get half of the calls.
 # The largest request that smb/rpc/bounds.py accepts has 1.3 MiB: a registration with all its segments.
-GRPC_SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
+_GRPC_SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.so_reuseport", 0),
     ("grpc.max_receive_message_length", 2 << 20),
     ("grpc.max_send_message_length", 256 << 20),
+    ("grpc.server_handshake_timeout_ms", GRPC_HANDSHAKE_MS),
 )
 
 _READY_BYTES_MAX = 4096  # of a ready file, which has four names and values
@@ -58,6 +63,15 @@ _HEALTH_PATHS = ([b"/livez"], [b"/readyz"], [b"/healthz"])
 _PATHS = b"There is /metrics, /healthz, /livez and /readyz.\n"
 _log = logging.getLogger("daemon")
 disable_created_metrics()  # type: ignore[no-untyped-call]  # the time of each counter's start would double the page
+
+
+def grpc_server_options(connections_max: int = GRPC_CONNECTIONS_MAX) -> tuple[tuple[str, int], ...]:
+    """Return the options of a daemon's gRPC server. Its connections take at most three quarters of the descriptors that
+    this process may have, so that there are always some for its files and its own calls; more are refused.
+    """
+    descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    most = connections_max if descriptors == resource.RLIM_INFINITY else descriptors * 3 // 4
+    return (*_GRPC_SERVER_OPTIONS, ("grpc.max_allowed_incoming_connections", min(most, connections_max)))
 
 
 class _OneLine(logging.Formatter):
