@@ -21,7 +21,7 @@ from memserver.store_messages import inventory_message, stamp_message, stamp_of
 from memserver.usage_by_client import Names
 from smb.config.backoff import Backoff, own_random
 from smb.config.limits import RENEWALS_PER_LEASE
-from smb.config.parse import parse_addresses
+from smb.config.parse import format_address, parse_address, parse_addresses
 from smb.daemon.failpoint import failpoint
 from smb.drop_reasons import Ground
 from smb.errors import AlreadyExistsError, Error, InvalidArgumentError, PermissionDeniedError
@@ -30,6 +30,7 @@ from smb.rpc.coordinator_client import STANDBY, trailers_of
 from smb.rpc.peers import patience
 
 ANSWER_S = 3.0
+FIRST_ANSWER_S = 1.0  # at a port for memory servers that has not answered yet
 RETRY_FIRST_S = 0.1  # short, so that a restarted coordinator sees its servers at once
 RETRY_MAX_S = 1.0
 PATIENCE_S = 2.0  # how long a coordinator that stands by may keep a call; a lease granted then is still long enough
@@ -118,6 +119,9 @@ class Registrant:
         self._addresses = parse_addresses(coordinator)
         self._at = 0  # the index of the address that leads, as far as is known
         self._turns = 0  # failed turns since the last answer
+        self._servers_port = 0  # the coordinator's port for memory servers; 0: not known, or not used
+        self._servers_port_answers = False
+        self._out_of_reach: set[tuple[str, int]] = set()  # such ports that never answered
         self._leaders_term = ""  # the leader's term, as reported by a coordinator that stands by
         self._identity = identity
         self._segments = segments
@@ -143,7 +147,8 @@ class Registrant:
     @property
     def coordinator(self) -> str:
         """The address to which calls go now."""
-        return self._addresses[self._at]
+        address = self._addresses[self._at]
+        return format_address(parse_address(address)[0], self._servers_port) if self._servers_port else address
 
     def turn(self) -> Turn:
         """Register or renew. Another turn follows in any case: without it the server would be lost to the cluster, and
@@ -157,6 +162,8 @@ class Registrant:
                 self.leases_lost += 1
                 return 0.0
             self._note_leader(error)
+            if self._leave_servers_port(error.code()):
+                return 0.0
             if error.code() in _ELSEWHERE and self._ask_the_next():
                 return 0.0
             self._failed(error)
@@ -174,6 +181,28 @@ class Registrant:
         if self._replication is not None:
             self._replication.serve_until(0.0)
         return pb.LeaveServerRequest(name=self._identity.name, instance_id=self._identity.instance_id)
+
+    def _take_servers_port(self, port: int) -> None:
+        """Use the port for memory servers that an answer names, unless it is out of reach from here."""
+        self._servers_port_answers = port != 0 and port == self._servers_port
+        self._servers_port = 0 if (self._addresses[self._at], port) in self._out_of_reach else port
+
+    def _leave_servers_port(self, code: grpc.StatusCode) -> bool:
+        """After a failed call, go back to the port for all, if the call was not made there. A port that has answered
+        is kept while it is only slow. One that never did is not tried again: it may be closed by a firewall.
+        """
+        slow = self._servers_port_answers and code is grpc.StatusCode.DEADLINE_EXCEEDED
+        if not self._servers_port or code not in _ELSEWHERE or slow:
+            return False
+        if not self._servers_port_answers:
+            self._out_of_reach.add((self._addresses[self._at], self._servers_port))
+            _log.warning(
+                "the coordinator's port for memory servers, %s, cannot be reached; calls of clients may hold up this "
+                "server's renewals: open the port, or name another one (smb coordinator --servers)",
+                self.coordinator,
+            )
+        self._servers_port, self._servers_port_answers = 0, False
+        return True
 
     def _ask_the_next(self) -> bool:
         """Go on to the next address. Returns False once all addresses were asked without an answer."""
@@ -194,7 +223,9 @@ class Registrant:
     def _patience(self) -> dict[str, Any]:
         """Return a call's options: after all addresses failed, a coordinator that stands by may keep the call."""
         term = self._leaders_term if self._turns >= len(self._addresses) and not self.stops else ""
-        return {"timeout": ANSWER_S + (PATIENCE_S if term else 0.0), "metadata": patience(PATIENCE_S, term)}
+        # Behind a firewall nothing answers: then the lease must still last for a call to the port for all.
+        answer_s = FIRST_ANSWER_S if self._servers_port and not self._servers_port_answers else ANSWER_S
+        return {"timeout": answer_s + (PATIENCE_S if term else 0.0), "metadata": patience(PATIENCE_S, term)}
 
     def _register(self) -> Generator[Call, Any, int]:
         me, held = self._identity, self._segments.held()
@@ -222,6 +253,7 @@ class Registrant:
         asked_s = self._boot_s()
         reply = yield Call("RegisterServer", request, self._patience())
         failpoint("memserver.register.answered")
+        self._take_servers_port(reply.servers_port)
         self._take_keys(reply)
         self._segments.quarantine(reply.quarantine_segment_ids)
         for segment_id in reply.taken_up_segment_ids:
@@ -273,6 +305,7 @@ class Registrant:
         asked_s = self._boot_s()
         reply = yield Call("RenewServer", request, self._patience())
         failpoint("memserver.renew.answered")
+        self._take_servers_port(reply.servers_port)
         self._take_keys(reply)
         if self._stamps is not None and reply.HasField("stamp"):
             self._stamps.learn(stamp_of(reply.stamp))

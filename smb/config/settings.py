@@ -213,6 +213,12 @@ _TABLE = (
         _number, "SECONDS",
     ),
     Setting(
+        "coordinator", "servers", str, None,
+        "Where memory servers renew their leases, beside all calls of clients. They begin at --listen, and "
+        "stay there if they cannot reach this port. Default: a free port of --listen's host.",
+        parse_address, "HOST:PORT",
+    ),
+    Setting(
         "coordinator", "idle_names", float, None,
         "How long a named lock or barrier may stay unused before its memory is freed; its next use creates it again. "
         "Default: 60, or --session-lease if that is longer.",

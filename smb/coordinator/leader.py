@@ -53,6 +53,7 @@ class Around:
     leases: LeaseMetrics
     pages_address: Callable[[], str]  # the pages' address, as others reach it
     outside: Outside = field(default_factory=Outside)
+    servers_port: int = 0  # that only memory servers use; 0: there is none
 
 
 @dataclass(slots=True)
@@ -130,6 +131,7 @@ class Leading:
             shared,
             tokens,
             outside,
+            around.servers_port,
         )
         around.health.lead(commit_log, store, holds)
         around.front.lead(service, holds, term)

@@ -37,6 +37,7 @@ class CoordinatorOptions:
     quotas: Mapping[str, Quota] = field(default_factory=dict)  # by namespace
     etcd_credentials: Path | None = None
     leader_lease_s: int = LEADER_LEASE_S
+    servers: str | None = None  # where memory servers renew; None: a free port of the host of `listen`
 
     @property
     def idle_s(self) -> float:
@@ -45,7 +46,9 @@ class CoordinatorOptions:
 
     def check(self) -> None:
         """Raise InvalidArgumentError for values out of range or without credentials where these are required."""
-        check_exposure("a coordinator", parse_address(self.listen)[0], self.credentials, self.insecure)
+        for address in (self.listen, self.servers):
+            if address is not None:
+                check_exposure("a coordinator", parse_address(address)[0], self.credentials, self.insecure)
         lease_s, idle_s = self.session_lease_s, self.idle_s
         if not SESSION_LEASE_S_MIN <= lease_s <= SESSION_LEASE_S_MAX:
             raise InvalidArgumentError(

@@ -6,6 +6,7 @@ import asyncio
 import ctypes
 import gc
 import logging
+from collections.abc import Iterable
 from contextlib import AsyncExitStack
 from functools import partial
 
@@ -17,6 +18,7 @@ from smb.config.parse import format_address, parse_address
 from smb.coordinator.front import Front
 from smb.coordinator.health import Health
 from smb.coordinator.leader import Around, Leading, ShownLeader, cancel, end_if_failed
+from smb.coordinator.limits import SERVERS_MAX
 from smb.coordinator.metrics import CallMetrics, HealthMetrics, LeaseMetrics
 from smb.coordinator.options import ETCD, CoordinatorOptions
 from smb.coordinator.rpc_answers import Answers
@@ -37,10 +39,11 @@ from smb.errors import UnavailableError
 from smb.security.credentials import Credentials, Current, add_port
 from smb.security.expiry import ExpiryMetrics
 from smb.security.page_access import admission
-from smb.security.roles import AioGuard, Callers
+from smb.security.roles import AioGuard, Callers, Role
 
 TRIM_S = 10.0  # the interval at which freed memory is returned to the system
 STOP_GRACE_S = 1.0  # for calls in progress
+SERVERS_CONNECTIONS_MAX = 2 * SERVERS_MAX  # at the port for memory servers: one for each, and one that is ending
 
 _PATHS = b"There is / (the page for people), /api/state, /metrics, /targets, /healthz, /livez and /readyz.\n"
 _log = logging.getLogger("coordinator")
@@ -92,6 +95,17 @@ async def _start(options: CoordinatorOptions, leaving: AsyncExitStack) -> None:
     address = format_address(host, _bind(server, options.listen, format_address(host, port), options.credentials))
     front.address = _shown_to_others(address, host)
     server.add_generic_rpc_handlers((front,))
+    # Calls of clients wait in gRPC's queue of their port, and if it overflows, any of them is refused. Renewals of
+    # leases have a queue of their own: with 8000 calls of one reader in the common one, all servers counted as gone.
+    only_servers = [] if options.credentials is None else [AioGuard(Callers(Current(options.credentials)), Role.SERVER)]
+    renewals = grpc.aio.server(
+        interceptors=[Answers(answered, front), *only_servers], options=grpc_server_options(SERVERS_CONNECTIONS_MAX)
+    )
+    renewals_at = options.servers or format_address(host, 0)
+    renewals_host, renewals_port = check_listen(renewals_at)
+    servers_port = _bind(renewals, renewals_at, format_address(renewals_host, renewals_port), options.credentials)
+    renewals.add_generic_rpc_handlers((front,))
+    listening = (server, renewals)
     health = Health(address)
     registry.register(HealthMetrics(health))
     if options.credentials is not None:
@@ -108,21 +122,22 @@ async def _start(options: CoordinatorOptions, leaving: AsyncExitStack) -> None:
     pages = Pages(options.metrics, registry, health.show, route, admit)
     leaving.callback(pages.close)
     around = Around(
-        options, front, health, registry, LeaseMetrics(registry), lambda: _shown_to_others(pages.address, host)
-    )
+        options, front, health, registry, LeaseMetrics(registry), lambda: _shown_to_others(pages.address, host),
+        servers_port=servers_port,
+    )  # fmt: skip
     if store is not None:
         shown.leading = await Leading.open(around, store, lambda: True, 1, leaving)
-        await server.start()
-        leaving.push_async_callback(server.stop, STOP_GRACE_S)
+        await _start_all(listening)
+        leaving.push_async_callback(_stop_all, listening)
         leaving.callback(shown.leading.commit_log.stop_waiting)
     elif contender_with is not None:
         contender = contender_with(around, shown)
         leaving.push_async_callback(contender.close)
-        await server.start()
+        await _start_all(listening)
         contending = asyncio.create_task(contender.run())
         contending.add_done_callback(partial(end_if_failed, around.outside))
         leaving.push_async_callback(cancel, contending)
-        leaving.push_async_callback(_stop_answering, server, shown, front)
+        leaving.push_async_callback(_stop_answering, listening, shown, front)
         await contender.leader_known.wait()
     leaving.push_async_callback(cancel, asyncio.create_task(_trim()))
 
@@ -137,11 +152,20 @@ async def _start(options: CoordinatorOptions, leaving: AsyncExitStack) -> None:
         leaving.push_async_callback(cancel, asyncio.create_task(_feed_watchdog(interval_s, health)))
 
 
-async def _stop_answering(server: grpc.aio.Server, shown: ShownLeader, front: Front) -> None:
+async def _start_all(listening: Iterable[grpc.aio.Server]) -> None:
+    for server in listening:
+        await server.start()
+
+
+async def _stop_all(listening: Iterable[grpc.aio.Server]) -> None:
+    await asyncio.gather(*(server.stop(STOP_GRACE_S) for server in listening))
+
+
+async def _stop_answering(listening: Iterable[grpc.aio.Server], shown: ShownLeader, front: Front) -> None:
     front.stop_keeping()
     if shown.leading is not None:
         shown.leading.commit_log.stop_waiting()
-    await server.stop(STOP_GRACE_S)
+    await _stop_all(listening)
 
 
 def _shown_to_others(address: str, host: str) -> str:

@@ -146,13 +146,17 @@ class CoordinatorService(CoordinatorServicer):
         shared: pb.SharedSettings | None = None,
         tokens: TokenIssuer | None = None,
         outside: Outside | None = None,
+        servers_port: int = 0,
     ) -> None:
-        """`tokens`: only with credentials. `outside`: None for the clocks and the network of this host."""
+        """`tokens`: only with credentials. `outside`: None for the clocks and the network of this host.
+        `servers_port`: the port for memory servers alone; 0: there is none.
+        """
         outside = outside or Outside()
         self._new_id = outside.new_id
         self._beside = BesideLoop(outside.in_thread)
         self._buffer_list = BufferList(self._beside)
         self._tokens = tokens
+        self._servers_port = servers_port
         self._commit_log = commit_log
         self._servers = servers
         self._segments = segments
@@ -244,6 +248,7 @@ class CoordinatorService(CoordinatorServicer):
             quarantine_segment_ids=answer.quarantined,
             taken_up_segment_ids=answer.taken_up,
             stamp=stamp_message(committed.state.lineage.stamp),
+            servers_port=self._servers_port,
         )
 
     async def _end_rival(self, event: ServerRegistered) -> None:
@@ -348,6 +353,7 @@ class CoordinatorService(CoordinatorServicer):
                 number for number, held in state.unexplained.get(request.name, {}).items() if held.quarantined
             ],
             stamp=stamp_message(state.lineage.stamp),
+            servers_port=self._servers_port,
         )
 
     async def _take_news(self, request: pb.RenewServerRequest) -> None:

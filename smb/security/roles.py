@@ -252,8 +252,10 @@ class AioGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
     known to the call.
     """
 
-    def __init__(self, callers: Callers) -> None:
+    def __init__(self, callers: Callers, only: Role | None = None) -> None:
+        """`only`: refuse all other roles, for a port of that role alone."""
         self._callers = callers
+        self._only = only
 
     async def intercept_service(
         self,
@@ -268,6 +270,8 @@ class AioGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
             call = _call_of(handler)
             try:
                 who = self._callers.of(context.auth_context())
+                if self._only is not None and who.role is not self._only:
+                    raise PermissionDeniedError(f"this port is for the role {self._only.value} alone, not for {who}")
                 permit(method, request, who)
                 _caller.set(who)
             except PermissionDeniedError as error:

@@ -23,6 +23,7 @@ _TOKEN_LIFETIME_S = SETTINGS["coordinator.token_lifetime"].default
 def coordinator(
     context: typer.Context,
     listen: Annotated[str, option("coordinator.listen")] = SETTINGS["coordinator.listen"].default,
+    servers: Annotated[str | None, option("coordinator.servers")] = None,
     state: Annotated[str, option("coordinator.state")] = SETTINGS["coordinator.state"].default,
     metrics: Annotated[str, option("coordinator.metrics")] = SETTINGS["coordinator.metrics"].default,
     ready_file: Annotated[Path | None, option("coordinator.ready_file")] = None,
@@ -57,6 +58,7 @@ def coordinator(
         start_log(log_level)
         options = CoordinatorOptions(
             listen=listen,
+            servers=servers,
             state=state,
             metrics=metrics,
             ready_file=ready_file,

@@ -6,6 +6,7 @@ from itertools import chain, repeat
 from typing import Any
 from unittest.mock import Mock, call
 
+import grpc
 import pytest
 
 from memserver import registration
@@ -74,3 +75,55 @@ def test_what_was_dropped_may_be_made_again_for_another_run(same_run: bool) -> N
     stamp = pb.StoreStamp(cluster=1, term=5 if same_run else 6, sequence=3)
     answered(ours.turn(), pb.RegisterServerReply(lease_ms=3000, stamp=stamp))
     assert segments.forget_drops.called is not same_run
+
+
+class Unanswered(grpc.RpcError):
+    """A call that failed with this code."""
+
+    def __init__(self, code: grpc.StatusCode) -> None:
+        self.code = lambda: code
+        self.details = lambda: "none"
+        self.trailing_metadata = lambda: ()
+
+
+def failed(turn: Turn, code: grpc.StatusCode) -> float:
+    """Let a turn's call fail; return the pause."""
+    next(turn)
+    with pytest.raises(StopIteration) as ended:
+        turn.throw(Unanswered(code))
+    return float(ended.value.value)
+
+
+def renewed(turn: Turn, port: int) -> None:
+    assert next(turn).method == "RenewServer"
+    with pytest.raises(StopIteration):
+        turn.send(pb.RenewServerReply(lease_ms=6000, servers_port=port))
+
+
+def test_renewals_go_to_the_port_for_memory_servers() -> None:
+    """It is kept while it is only slow. If it is gone, the port for all has its turn at once and names the next one."""
+    ours = registrant(empty())
+    assert ours.coordinator == "127.0.0.1:3"
+    answered(ours.turn(), pb.RegisterServerReply(lease_ms=6000, servers_port=4))
+    assert ours.coordinator == "127.0.0.1:4"
+    renewed(ours.turn(), 4)
+    failed(ours.turn(), grpc.StatusCode.DEADLINE_EXCEEDED)
+    assert ours.coordinator == "127.0.0.1:4"
+    assert failed(ours.turn(), grpc.StatusCode.UNAVAILABLE) == 0.0
+    assert ours.coordinator == "127.0.0.1:3"
+    renewed(ours.turn(), 5)
+    assert ours.coordinator == "127.0.0.1:5"
+
+
+@pytest.mark.parametrize("code", [grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED])
+def test_a_port_out_of_reach_is_tried_once(code: grpc.StatusCode, caplog: pytest.LogCaptureFixture) -> None:
+    """A firewall may close it: the log says what to do, and renewals stay at the port for all. A coordinator without
+    such a port names none."""
+    ours = registrant(empty())
+    answered(ours.turn(), pb.RegisterServerReply(lease_ms=6000, servers_port=4))
+    assert failed(ours.turn(), code) == 0.0
+    assert "smb coordinator --servers" in caplog.text
+    assert "127.0.0.1:4" in caplog.text
+    for port in (4, 0, 4):
+        renewed(ours.turn(), port)
+        assert ours.coordinator == "127.0.0.1:3"
