@@ -38,7 +38,7 @@ endif
 endif
 endif
 
-.PHONY: simulate simulate-short demo test pytest packages lint format-c lock nightly soak nftables matrix c-test fuzz-short verbs fault long fuzz model sanitized promises spin chromium tmux prometheus etcd etcd-server fuse3 ray ray-tests vllm vllm-tests metrics-page protocol-page perf scaling libssl systemd docs wheel wheel-test upgrade container-test bare install clean
+.PHONY: simulate simulate-short demo test pytest packages lint format-c lock nightly soak nftables matrix c-test fuzz-short verbs fault long fuzz model sanitized promises spin chromium tmux prometheus etcd etcd-server fuse3 ray ray-tests vllm vllm-tests stacks stacks-tests metrics-page protocol-page perf scaling libssl systemd docs wheel wheel-test upgrade container-test bare install clean
 
 demo: $(VENV)/demo-installed
 	$(BIN)/smb demo $(DEMO)
@@ -217,6 +217,14 @@ vllm-tests: $(VENV)/installed
 	@$(call step,$(PIP) uninstall --yes torchvision torchaudio torchcodec 2>/dev/null, removing packages that do not fit)
 	@$(call step,SMB_VLLM_WHEELS=$(abspath build/vllm-wheels) $(BIN)/python -m pytest --durations 5 \
 		$(or $(TESTS),tests/train/test_vllm_wheels.py tests/train/test_vllm_engines.py), pytest. One test again: make vllm TESTS=FILE::TEST)
+# Our adapters in the real TRL and verl, on a CPU. In an environment of its own, 2 GB, as verl wants an older transformers; in any
+# other these tests are reported as not run. One of them: make stacks TESTS=tests/train/test_verl.py
+stacks:
+	@$(MAKE) --no-print-directory stacks-tests VENV=build/stacks CONSTRAINTS=
+
+stacks-tests: $(VENV)/installed
+	@$(call step,$(call pip-install,--requirement tests/stacks-requirements.txt), TRL and verl. The same call again goes on from there)
+	@$(call step,$(BIN)/python -m pytest --durations 5 $(or $(TESTS),tests/train/test_trl.py tests/train/test_verl.py), pytest. One test again: make stacks TESTS=FILE::TEST)
 
 # The tables of docs/protocol.md, from csrc/protocol.toml.
 protocol-page: $(VENV)/installed

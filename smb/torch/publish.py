@@ -183,7 +183,7 @@ class Publisher:
         self._sure = False  # whether `_last` is this Publisher's own; unknown after a failure
         self._alone = True  # whether no other trainer was noticed
         with _agreed(ranks):
-            if dtype is not None and not dtype.is_floating_point:
+            if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
                 raise InvalidArgumentError(
                     f"{asked}: dtype must be a floating-point dtype, not {dtype}; integer tensors keep theirs"
                 )

@@ -117,6 +117,9 @@ def test_what_is_not_the_published_state_is_refused(client: smb.Client) -> None:
     changed = {**state, "b": torch.zeros(7, 11)}
     with pytest.raises(smb.InvalidArgumentError, match="a name and a model or state_dict, not dict and str"):
         smb.torch.Publisher(client, state, "w")  # type: ignore[arg-type]
+    for dtype in (torch.int8, "bfloat16"):
+        with pytest.raises(smb.InvalidArgumentError, match=f"dtype must be a floating-point dtype, not {dtype}"):
+            smb.torch.Publisher(client, "w", state, dtype=dtype)  # type: ignore[arg-type]
     with pytest.raises(smb.AlreadyExistsError, match=r"other tensors \(1 differ\): b: .*\[7, 11\], not .*smb rm w\)"):
         smb.torch.Publisher(client, "w", changed)
     with pytest.raises(smb.AlreadyExistsError, match=r"other tensors .*only in one"):
