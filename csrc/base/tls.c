@@ -394,6 +394,13 @@ const char *tls_server_name(const struct tls *tls)
     return tls->greeted && strcmp(tls->peer.role, "server") == 0 ? tls->peer.name : "";
 }
 
+bool tls_client_certificate(const struct tls *tls, uint8_t digest[32])
+{
+    const X509 *peer = SSL_get0_peer_certificate(tls->ssl);
+    bool client = strcmp(tls->peer.role, "client") == 0 || strcmp(tls->peer.role, "reader") == 0;
+    return tls->greeted && client && peer && X509_digest(peer, EVP_sha256(), digest, NULL) == 1;
+}
+
 bool tls_facts(const struct tls *tls, struct tls_facts *facts)
 {
     static const char label[] = "EXPORTER-smb-channel";

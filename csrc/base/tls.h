@@ -50,6 +50,9 @@ ssize_t tls_write(struct tls *tls, const struct iovec *parts, int count);
 size_t tls_unsent_bytes(const struct tls *tls);
 /* At a server, after the handshake: the memory server's name if the peer is one, else empty. */
 const char *tls_server_name(const struct tls *tls);
+/* At a server, after the handshake: the SHA-256 of the peer's certificate, in DER, if the peer is a
+ * client or a reader, else false. */
+bool tls_client_certificate(const struct tls *tls, uint8_t digest[32]);
 /* Facts that only the two ends of this connection share, for proofs (bond.h). */
 struct tls_facts {
     uint8_t exported[32];           /* RFC 8446, 7.5; label "EXPORTER-smb-channel", no context */

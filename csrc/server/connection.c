@@ -43,6 +43,7 @@ void connection_destroy(struct connection *connection)
     lanes_leave(connection);
     answer_end_feed(connection);
     waits_forget(connection);
+    uses_leave(&connection->loop->server->uses, connection->use);
     grants_clear(&connection->peer.grants);
     pthread_mutex_destroy(&connection->turn);
     gate_done(&connection->request);

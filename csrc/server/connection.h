@@ -25,6 +25,7 @@
 #include "server/slots.h"
 #include "server/waits.h"
 
+struct use;
 struct loop;
 struct stranger_count;
 
@@ -55,6 +56,7 @@ struct connection {
     /* a reference while a TLS handshake is due or under way, else NULL */
     struct smb_tls *secures;
     struct stranger_count *counted_at; /* NULL: not a stranger */
+    struct use *use;                   /* NULL: not counted, or not proven yet */
     struct connection *older, *newer;  /* in the list of strangers */
     int transport;
     enum connection_wait wait;

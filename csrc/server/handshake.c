@@ -121,6 +121,8 @@ enum step handshake_authorize(struct connection *connection, const struct smb_fr
                      ? access_check(&server->keys, &self, frame, payload, &grant, &answer, &why)
                      : SMB_OK;
     if (status == SMB_OK && !connection->proven) {
+        if (uses_enter(&server->uses, connection->channel.tls, &connection->use) != SMB_OK)
+            return output_refuse(connection, SMB_OUT_OF_MEMORY);
         handshake_speak_for_lane(connection);
         if (session_has_ended(server, frame->session))
             return handshake_refuse(connection, frame, SMB_SESSION_ENDED);

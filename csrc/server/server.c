@@ -50,6 +50,7 @@ int smb_server_create(uint64_t instance, int loops, uint64_t capacity_bytes,
     pthread_mutex_init(&made->keys.lock, NULL);
     pthread_mutex_init(&made->denials.lock, NULL);
     pthread_mutex_init(&made->tls_lock, NULL);
+    uses_init(&made->uses);
     pthread_mutex_init(&made->ended_lock, NULL);
     pthread_mutex_init(&made->due_lock, NULL);
     pthread_mutex_init(&made->forward_lock, NULL);
@@ -98,6 +99,7 @@ void smb_server_destroy(struct smb_server *server)
     pthread_mutex_destroy(&server->forward_lock);
     pthread_mutex_destroy(&server->roles_lock);
     pthread_mutex_destroy(&server->tls_lock);
+    uses_destroy(&server->uses);
     if (server->tls)
         smb_tls_release(server->tls);
     pthread_cond_destroy(&server->due_changed);

@@ -20,6 +20,7 @@
 #include "memory/sync.h"
 #include "server/counters.h"
 #include "server/grants.h"
+#include "server/uses.h"
 #include "server/bundle.h"
 #include "server/listener.h"
 #include "server/registry.h"
@@ -74,6 +75,7 @@ struct smb_server {
     _Atomic uint64_t now[SMB_TRANSPORT_COUNT];
     _Atomic uint64_t turned_away;
     struct strangers strangers;
+    struct uses uses;
     _Atomic uint64_t strangers_evicted;
     pthread_mutex_t tls_lock;
     struct smb_tls *tls; /* under tls_lock. TLS of new TCP connections; NULL: no TLS */

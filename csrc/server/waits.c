@@ -212,18 +212,27 @@ void wait_free(struct wait *wait)
 {
     SMB_ASSERT(atomic_load_explicit(&wait->loop->server->waits_now, memory_order_relaxed) > 0);
     atomic_fetch_sub_explicit(&wait->loop->server->waits_now, 1, memory_order_relaxed);
+    uses_give_wait(&wait->loop->server->uses, wait->use);
     smb_segment_release(wait->segment);
     free(wait);
 }
 
 /* Put into the connection's list before sync_ask, because the answer may come at once, on another
- * thread. */
-static struct wait *wait_create(struct connection *connection, struct gate_request *request)
+ * thread. `counted`: it may wait for long, so it counts for the peer's certificate, and NULL may
+ * mean that the certificate has too many. */
+static struct wait *wait_create(struct connection *connection, struct gate_request *request,
+                                bool counted)
 {
+    struct uses *uses = &connection->loop->server->uses;
     struct wait *wait = calloc(1, sizeof *wait);
     if (!wait)
         return NULL;
+    if (counted && !uses_take_wait(uses, connection->use)) {
+        free(wait);
+        return NULL;
+    }
     wait->loop = connection->loop;
+    wait->use = counted ? connection->use : NULL;
     wait->connection = connection;
     wait->segment = smb_segment_retain(request->segment);
     wait->frame = request->frame;
@@ -240,7 +249,7 @@ static struct wait *wait_create(struct connection *connection, struct gate_reque
 int waits_confirm(struct connection *connection, struct gate_request *request, uint64_t order,
                   struct sync_answer answer)
 {
-    struct wait *wait = wait_create(connection, request);
+    struct wait *wait = wait_create(connection, request, false);
     if (!wait)
         return SMB_OUT_OF_MEMORY;
     wait->answer = answer;
@@ -260,7 +269,7 @@ int waits_ask(struct connection *connection, struct gate_request *request, const
                     opcode == SMB_AWAIT_VERSION;
     struct wait *wait = may_wait && connection->waits_now >= WAITS_PER_CONNECTION
                             ? NULL
-                            : wait_create(connection, request);
+                            : wait_create(connection, request, may_wait);
     if (!wait)
         return SMB_OUT_OF_MEMORY;
     wait->waiter.owner = wait;

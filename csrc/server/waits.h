@@ -9,13 +9,14 @@
 #include "server/request.h"
 
 struct connection;
+struct use;
 struct loop;
 struct smb_server;
 
 enum {
     /* most waits for locks, barriers and versions: a client has one for each of its threads, and
      * each takes memory */
-    WAITS_PER_CONNECTION = 4096,
+    WAITS_PER_CONNECTION = 4096, /* uses.h has the bound for a certificate */
     /* including answers that wait for a backup; at this number the connection itself waits. It is
      * larger than the above, so that requests which end others' waits are never held up by them */
     ANSWERS_PER_CONNECTION = 2 * WAITS_PER_CONNECTION
@@ -27,6 +28,7 @@ struct wait {
     struct wait *next_answer;
     struct loop *loop;
     struct connection *connection; /* NULL: the connection is gone */
+    struct use *use;               /* counts this wait; NULL: nobody does */
     struct smb_segment *segment;   /* a reference, which keeps sync and words alive */
     struct smb_frame frame;
     struct sync_answer answer;

@@ -19,6 +19,7 @@
 #include "lab.h"
 #include "random.h"
 #include "rig.h"
+#include "server/uses.h"
 #include "smb/server.h"
 
 enum { BYTES = 3 << 20 };
@@ -636,6 +637,79 @@ static void bonds_are_of_one_connection(void)
     close_lab();
 }
 
+/* A client's or reader's certificate is counted, over all its connections: so many, and then no
+ * more, until one ends. Others are let in meanwhile. Memory servers and operators are not counted.
+ * What is counted last, a connection or a request that waits, frees the entry. */
+static void one_certificate_has_a_share(void)
+{
+    open_lab();
+    struct holder reader, operator, server_1, others[2];
+    issue(&reader, &authority, "URI:smb:role/reader", "clientAuth");
+    issue(&operator, &authority, "URI:smb:role/operator", "clientAuth");
+    issue(&server_1, &authority, "URI:smb:role/server,URI:smb:name/server-1", BOTH);
+    for (int i = 0; i < 2; i++)
+        issue(&others[i], &authority, "URI:smb:role/client", "clientAuth");
+    const struct holder *shown[] = {&reader, &others[0], &others[1], &operator, &server_1};
+    enum { SHOWN = 5, COUNTED = 3 };
+    struct smb_tls *servers = context_of(&authority, &server_0), *clients[SHOWN];
+    struct ends ends[SHOWN];
+    struct uses uses = {0};
+    struct use *use, *first[SHOWN];
+    uses_init(&uses);
+    for (int i = 0; i < SHOWN; i++) {
+        int server, client_end;
+        clients[i] = context_of(&authority, shown[i]);
+        open_ends(&ends[i], servers, clients[i], "server-0.server.smb");
+        CHECK_EQ(uses_enter(&uses, ends[i].server.tls, &use), SMB_OK);
+        CHECK(!use); /* before the handshake nobody is known */
+        shake(&ends[i], &server, &client_end);
+        CHECK_EQ(server, SMB_OK);
+        CHECK_EQ(uses_enter(&uses, ends[i].server.tls, &first[i]), SMB_OK);
+        CHECK_EQ(first[i] != NULL, i < COUNTED);
+    }
+    CHECK(first[0] != first[1] && first[1] != first[2]);
+    for (int i = 1; i < CONNECTIONS_PER_CERTIFICATE; i++) {
+        CHECK_EQ(uses_enter(&uses, ends[0].server.tls, &use), SMB_OK);
+        CHECK(use == first[0]);
+    }
+    CHECK_EQ(uses_enter(&uses, ends[0].server.tls, &use), SMB_OUT_OF_MEMORY);
+    CHECK(!use);
+    for (int i = 1; i < SHOWN; i++) {
+        CHECK_EQ(uses_enter(&uses, ends[i].server.tls, &use), SMB_OK);
+        uses_leave(&uses, use);
+    }
+    uses_leave(&uses, first[0]);
+    CHECK_EQ(uses_enter(&uses, ends[0].server.tls, &use), SMB_OK);
+    for (int i = 0; i < WAITS_PER_CERTIFICATE; i++)
+        CHECK(uses_take_wait(&uses, first[0]));
+    CHECK(!uses_take_wait(&uses, first[0]));
+    CHECK(uses_take_wait(&uses, first[1]) && uses_take_wait(&uses, NULL));
+    uses_give_wait(&uses, first[0]);
+    CHECK(uses_take_wait(&uses, first[0]));
+    for (int i = 0; i < CONNECTIONS_PER_CERTIFICATE; i++)
+        uses_leave(&uses, first[0]);
+    for (int i = 0; i < WAITS_PER_CERTIFICATE; i++)
+        uses_give_wait(&uses, first[0]);
+    uses_give_wait(&uses, first[1]);
+    uses_give_wait(&uses, NULL);
+    for (int i = 1; i < SHOWN; i++)
+        uses_leave(&uses, first[i]);
+    for (int i = 0; i < USE_BUCKETS; i++)
+        CHECK(!uses.buckets[i]);
+    uses_destroy(&uses);
+    for (int i = 0; i < SHOWN; i++) {
+        close_ends(&ends[i]);
+        smb_tls_release(clients[i]);
+    }
+    smb_tls_release(servers);
+    forget(&reader);
+    forget(&operator);
+    forget(&server_1);
+    forget(&others[0]);
+    forget(&others[1]);
+    close_lab();
+}
+
 int main(void)
 {
     static const struct test tests[] = {TEST(bytes_arrive),
@@ -647,6 +721,7 @@ int main(void)
                                         TEST(key_updates_end_a_turn),
                                         TEST(calls_go_on),
                                         TEST(answers_wait_inside),
-                                        TEST(bonds_are_of_one_connection)};
+                                        TEST(bonds_are_of_one_connection),
+                                        TEST(one_certificate_has_a_share)};
     return RUN_TESTS(tests);
 }
