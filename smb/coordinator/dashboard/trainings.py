@@ -72,16 +72,16 @@ class Trainings:
             for report in list(reports)[:REPORTS_MAX]:
                 key = f"{report.slot} {report.name}"
                 fresh[key] = _continued(known.get(key), WorkerSeen(session_id, report, now.monotonic))
-            self._replace(session_id, fresh)
+            self._replace_workers(session_id, fresh)
             for name in dict.fromkeys(seen.report.name for seen in fresh.values()):
                 self._note(name, max(seen.report.clock for seen in fresh.values() if seen.report.name == name), now)
-            self._replace(session_id, {key: seen for key, seen in fresh.items() if not seen.report.left})
+            self._replace_workers(session_id, {key: seen for key, seen in fresh.items() if not seen.report.left})
 
     def ended(self, session_ids: Iterable[int]) -> None:
         """Forget sessions that have ended."""
         with self._lock:
             for session_id in session_ids:
-                self._replace(session_id, {})
+                self._replace_workers(session_id, {})
 
     def deleted(self, name: str) -> None:
         """Forget the history of a deleted training: the next one of its name is another one."""
@@ -120,7 +120,7 @@ class Trainings:
                 samples[at] = per_s if at == step - (end - count) or until - step <= 2 else 0.0
         return Rounds(STEP_S, now.wall - (now.monotonic - end * STEP_S), rounds, samples)
 
-    def _replace(self, session_id: int, fresh: dict[str, WorkerSeen]) -> None:
+    def _replace_workers(self, session_id: int, fresh: dict[str, WorkerSeen]) -> None:
         """Replace a session's workers. Call with the lock held."""
         for seen in self._workers.pop(session_id, {}).values():
             rate = self._rates[seen.report.name]
