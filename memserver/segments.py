@@ -138,12 +138,12 @@ class Segments:
         self._delete(segment_id)
 
     def forget_drops(self) -> None:
-        """Allow segments to be made again that were dropped for good. They were refused because a creation may come
-        late. A coordinator whose records were restored may have them again, and a late creation of its predecessor has
-        no data.
+        """Allow dropped segments to be made again, in any epoch. They were refused because a creation may come late. A
+        coordinator whose records were restored may have them again, and counts epochs from those records. A late
+        creation of its predecessor has no data.
         """
         with self._lock:
-            self._dropped = {each: epoch for each, epoch in self._dropped.items() if epoch != FOR_GOOD}
+            self._dropped.clear()
 
     def give_up(self, seen: SegmentForm, epoch: int) -> bool:
         """Drop a copy that held() has returned, unless it was made in a later epoch, or made or requested again since.

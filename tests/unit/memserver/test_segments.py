@@ -111,10 +111,11 @@ def test_a_creation_that_comes_after_its_drop_is_refused(tmp_path: Path, leaving
     assert files(tmp_path) == []
     run.segments.create(replace(FORM, id=2))
     run.segments.drop(3, epoch=2)
-    run.segments.forget_drops()  # of another run of the coordinator none comes late
-    run.segments.create(FORM)
     with pytest.raises(errors.NotFoundError, match="was dropped before"):
-        run.segments.create(replace(FORM, id=3))  # an epoch counts on over runs
+        run.segments.create(replace(FORM, id=3))
+    run.segments.forget_drops()  # of another run of the coordinator, whose records may be older
+    run.segments.create(FORM)
+    run.segments.create(replace(FORM, id=3))
 
 
 def test_a_copy_is_made_anew_in_a_later_epoch_alone(tmp_path: Path, leaving: ExitStack) -> None:
