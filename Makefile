@@ -220,7 +220,7 @@ vllm-tests: $(VENV)/installed
 # Our adapters in the real TRL and verl, on a CPU. In an environment of its own, 2 GB, as verl wants an older transformers; in any
 # other these tests are reported as not run. One of them: make stacks TESTS=tests/train/test_verl.py
 stacks:
-	@$(MAKE) --no-print-directory stacks-tests VENV=build/stacks CONSTRAINTS=
+	@$(MAKE) --no-print-directory stacks-tests VENV=build/stacks CONSTRAINTS=tests/stacks-constraints.txt
 
 stacks-tests: $(VENV)/installed
 	@$(call step,$(call pip-install,--requirement tests/stacks-requirements.txt), TRL and verl. The same call again goes on from there)
