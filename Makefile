@@ -224,7 +224,8 @@ stacks:
 
 stacks-tests: $(VENV)/installed
 	@$(call step,$(call pip-install,--requirement tests/stacks-requirements.txt), TRL and verl. The same call again goes on from there)
-	@$(call step,$(BIN)/python -m pytest --durations 5 $(or $(TESTS),tests/train/test_trl.py tests/train/test_verl.py), pytest. One test again: make stacks TESTS=FILE::TEST)
+	@$(call step,$(BIN)/python -m pytest --durations 5 $(or $(TESTS),tests/train/test_trl.py tests/train/test_trl_training.py \
+		tests/train/test_verl.py), pytest. One test again: make stacks TESTS=FILE::TEST)
 
 # The tables of docs/protocol.md, from csrc/protocol.toml.
 protocol-page: $(VENV)/installed

@@ -240,6 +240,7 @@ LEFT_OUT = {
     "train/test_streaming.py": _TRAINING,
     "train/test_torch_devices.py": _TRAINING,
     "train/test_trl.py": "is about calls of other programs, which no transport changes",
+    "train/test_trl_training.py": "is about calls of other programs, which no transport changes",
     "train/test_two_copies.py": _TWO_COPIES,
     "train/test_verl.py": "is about calls of other programs, which no transport changes",
     "train/test_vllm.py": "no engine of vLLM knows a transport",
