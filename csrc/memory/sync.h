@@ -10,11 +10,11 @@
  *   LOCK           argument: which lock; for the publisher's, << 8, the number of the buffer's
  *                  slots (0: 2). w: ttl_ms, timeout_ms (0: try; UINT64_MAX: no limit), age_ms since
  *                  first sent, how long pins may delay it (0: SYNC_PIN_MS). OK: a token, b the
- *                  version that a publisher may write; if the request gave the slots, the highest 8
- *                  bits of b are the slot for that version. TIMEOUT: a the session of the holder, or
- *                  of a reader whose pin keeps the publisher waiting, and then b the version that
- *                  it pins; 0: neither. Repeated (same session and sequence) by its holder: the
- *                  same answer; the ttl starts again.
+ *                  version that a publisher may write; the highest 8 bits of b are the slot for
+ *                  that version if the request gave the slots. TIMEOUT: a the session of the
+ *                  holder, or of a reader whose pin keeps the publisher waiting, and then b the
+ *                  version that it pins; 0: neither. Repeated (same session and sequence) by its
+ *                  holder: the same answer; the ttl starts again.
  *   UNLOCK         argument: which lock. w: token. OK (also repeated), LOCK_LOST.
  *   RENEW          argument: which lock. w: token, ttl_ms. OK, LOCK_LOST.
  *   FENCE          argument: which lock. w: token. From now on this segment refuses lower tokens.

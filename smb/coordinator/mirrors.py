@@ -14,7 +14,6 @@ from smb.coordinator.mirror_plans import MirrorPlan, MirrorPlans
 from smb.coordinator.mirror_trees import RelayTree, TreeNode, rate_of
 from smb.coordinator.records import BufferRecord
 from smb.coordinator.state import SERVER_LEASE_S, State
-from smb.coordinator.tree_packing import pack
 from smb.rpc import control_pb2 as pb
 
 _BEGINS_S = 15.0  # upper bound of a relay's start; until then readers assume that a report will come
@@ -120,6 +119,8 @@ class Mirrors:
         edges = {(parent, name) for tree in latest for name, parent in tree.parents.items()}
         weighted = [_node(state, each) for each in (source, *relays)]
         nodes, pairs = plans.link_rates.estimate(weighted, self._flows(relays), edges)
+        from smb.coordinator.tree_packing import pack  # imports numpy, which few coordinators need
+
         trees = pack(nodes[0], nodes[1:], pairs)
         if (
             not latest

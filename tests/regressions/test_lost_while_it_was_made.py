@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -18,12 +19,13 @@ from smb.coordinator.memserver_client import Look, RunLiveness
 from smb.coordinator.service import CoordinatorService
 from smb.coordinator.store import SqliteStore
 from smb.coordinator.validate import Creation
+from smb.errors import UnavailableError
 from tests.support.decisions import registration, server
 
 
 @pytest.mark.parametrize("made_before", [False, True])
 def test_it_is_there(tmp_path: Path, made_before: bool) -> None:
-    """What was made before the server was asked, and is not there, is lost."""
+    """What was made before the server was asked, and is not there, is lost. What was made since is asked for again."""
 
     async def work() -> None:
         store, numbers = SqliteStore(tmp_path), itertools.count(1)
@@ -42,7 +44,8 @@ def test_it_is_there(tmp_path: Path, made_before: bool) -> None:
 
         service: Any = SimpleNamespace(_commit_log=log, _servers=Servers())
         event = await cast(Any, CoordinatorService)._asked_back(service, registration(log.state, server("a")))
-        await log.commit(event)
+        with nullcontext() if made_before else pytest.raises(UnavailableError, match="it must register again"):
+            await log.commit(event)
         assert bool(log.state.lost_segments(log.now())) is made_before
         await store.close()
 

@@ -91,9 +91,19 @@ def test_renewals_are_answered_beside_thousands_of_calls(guarded: smb.LocalClust
             time.sleep(0.1)  # the pace of this loop; nothing is waited for
         stub.LeaveServer(pb.LeaveServerRequest(name="server-2", instance_id=1), timeout=20)
     assert slowest_s < known.lease_ms / 2000
-    with smb.connect(guarded.address, credentials=certificates / "operator", timeout=60) as client:
-        alive = {server.name for server in client.servers() if server.alive}
-    assert alive == {"server-0", "server-1"}
+    assert _alive(guarded.address, certificates / "operator") == {"server-0", "server-1"}
+
+
+def _alive(address: str, credentials: Path) -> set[str]:
+    """The servers with a lease. While the rest of a flood fills the queue of the port for all, calls are refused."""
+    until = time.monotonic() + 60
+    while True:
+        try:
+            with smb.connect(address, credentials=credentials, timeout=60) as client:
+                return {server.name for server in client.servers() if server.alive}
+        except smb.UnavailableError:
+            if time.monotonic() > until:
+                raise
 
 
 def test_strangers_at_grpc_ports_are_closed_after_some_seconds(guarded: smb.LocalCluster, certificates: Path) -> None:
