@@ -508,6 +508,8 @@ class World:
         for name in self.hosts:
             if not state.heard(name, now):
                 return f"memory server {name} is not heard"
+        bundles = Bundles(state.buffers.values())
+        beside = {number for held in state.unexplained.values() for number in held}
         # What moves together with lost memory gets no second copy until somebody deletes what is lost.
         lost = {
             bundle_of(segment)
@@ -518,8 +520,8 @@ class World:
         for record in state.buffers.values():
             for segment in record.segments:
                 if record.replicas == 2 and not segment.backup and bundle_of(segment) not in lost:
-                    beside = [name for name, held in state.unexplained.items() if segment.id in held]
-                    if not beside:
+                    members = {member.id for _, member in bundles.members(record, segment)}
+                    if members.isdisjoint(beside):
                         return f"{record.title}: {segment} has one copy"
         return ""
 
