@@ -26,7 +26,7 @@ from smb.daemon.failpoint import failpoint
 from smb.drop_reasons import Ground
 from smb.errors import AlreadyExistsError, Error, InvalidArgumentError, PermissionDeniedError
 from smb.rpc import control_pb2 as pb
-from smb.rpc.coordinator_client import STANDBY, trailers_of
+from smb.rpc.coordinator_client import ANSWERED, STANDBY, trailers_of
 from smb.rpc.peers import patience
 
 ANSWER_S = 3.0
@@ -162,7 +162,9 @@ class Registrant:
                 self.leases_lost += 1
                 return 0.0
             self._note_leader(error)
-            if self._leave_servers_port(error.code()):
+            if ANSWERED in trailers_of(error) and STANDBY not in trailers_of(error):
+                self._servers_port_answers = self._servers_port != 0
+            elif self._leave_servers_port(error.code()):
                 return 0.0
             if error.code() in _ELSEWHERE and self._ask_the_next():
                 return 0.0
@@ -208,6 +210,7 @@ class Registrant:
         """Go on to the next address. Returns False once all addresses were asked without an answer."""
         if len(self._addresses) == 1:
             return False
+        self._servers_port, self._servers_port_answers = 0, False  # of the coordinator that was asked
         self._at = (self._at + 1) % len(self._addresses)
         self._turns += 1
         return self._turns % len(self._addresses) != 0

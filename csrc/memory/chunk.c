@@ -132,6 +132,8 @@ bool smb_segment_changing(const struct smb_segment *segment, uint64_t offset)
 
 bool smb_segment_untouched(const struct smb_segment *segment)
 {
+    if (atomic_load_explicit(&segment->header->binding, memory_order_acquire) == BINDING_STAYS)
+        return false;
     uint64_t count = format_chunk_count(segment->data_bytes, segment->chunk_bytes);
     for (uint64_t i = 0; i < count; i++)
         if (atomic_load_explicit(&segment->chunks[i].sequence, memory_order_acquire) != 0)

@@ -40,7 +40,8 @@ void smb_segment_unlock(struct smb_segment *segment, uint64_t offset);
 void smb_segment_change_begin(struct smb_segment *segment, uint64_t offset);
 void smb_segment_change_end(struct smb_segment *segment, uint64_t offset);
 
-/* Whether no chunk has ever changed. Reads up to a cache line of each chunk. */
+/* Whether no chunk has ever changed, and nobody has held the bytes, by a view or RDMA, who changes
+ * them without a count. Reads up to a cache line of each chunk. */
 bool smb_segment_untouched(const struct smb_segment *segment);
 
 /* Sets the chunk's mark, under its lock. */

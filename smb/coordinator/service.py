@@ -20,7 +20,7 @@ import grpc.aio
 from smb.coordinator import relay_access
 from smb.coordinator.beside_loop import BesideLoop
 from smb.coordinator.buffer_list import BufferList
-from smb.coordinator.commit_log import CommitLog
+from smb.coordinator.commit_log import CommitLog, Committed
 from smb.coordinator.copy_maker import CopyMaker
 from smb.coordinator.dashboard_interface import Overview, Watch
 from smb.coordinator.draining import staying
@@ -64,7 +64,7 @@ from smb.coordinator.role_changes import RoleChanges
 from smb.coordinator.segment_maker import OTHERS_CREATION_S, SegmentMaker
 from smb.coordinator.session_end_notifier import SessionEndNotifier
 from smb.coordinator.state import SERVER_LEASE_S
-from smb.coordinator.steps.copies import backups_of
+from smb.coordinator.steps.copies import NotAskedError, backups_of
 from smb.coordinator.steps.creation import made_before
 from smb.coordinator.store import StoreError
 from smb.coordinator.token_issuer import TokenIssuer
@@ -88,6 +88,7 @@ from smb.security.roles import ANYBODY, Role, caller
 
 _log = logging.getLogger("coordinator")
 _SERVER_LEASE_MS = int(SERVER_LEASE_S * 1000)
+_ASKS_MAX = 4  # how often a registration asks a server what it holds, while buffers are being made on it
 _LAST_WORD_S = 0.5  # the time before a call's deadline that is left for an answer with a reason
 # Opens that may wait at once under one certificate: as many as it may have sessions. Each takes 10 KiB.
 OPENS_WAITING_MAX = 32_768
@@ -221,16 +222,14 @@ class CoordinatorService(CoordinatorServicer):
 
     async def _registered(self, request: pb.RegisterServerRequest, event: ServerRegistered) -> pb.RegisterServerReply:
         await self._end_rival(event)
-        event = await self._asked_back(event)
         event = replace(event, silent=await self._look_at_others(event))
-        await self._roles.commit_all(
-            ServerReturned(
-                event.server.name, event.server.instance_id, event.missing, self._commit_log.changes_max, event.held
-            )
-        )
-        committed = await self._commit_log.commit(
-            replace(event, making=frozenset(self._copy_maker.making(request.name)))
-        )
+        for left in reversed(range(_ASKS_MAX)):
+            try:
+                committed = await self._judged(await self._asked_back(event))
+                break
+            except NotAskedError:  # buffers are being made on it: the answer was too old
+                if left == 0:
+                    raise
         answer = next(effect for effect in committed.effects if isinstance(effect, AnswerDrops))
         failpoint("coordinator.register.stored")
         return pb.RegisterServerReply(
@@ -250,6 +249,11 @@ class CoordinatorService(CoordinatorServicer):
             stamp=stamp_message(committed.state.lineage.stamp),
             servers_port=self._servers_port,
         )
+
+    async def _judged(self, event: ServerRegistered) -> Committed:
+        name, most = event.server.name, self._commit_log.changes_max
+        await self._roles.commit_all(ServerReturned(name, event.server.instance_id, event.missing, most, event.held))
+        return await self._commit_log.commit(replace(event, making=frozenset(self._copy_maker.making(name))))
 
     async def _end_rival(self, event: ServerRegistered) -> None:
         """Check that the former run of this name is dead, if its lease still runs. Raises AlreadyExistsError if it
@@ -314,8 +318,10 @@ class CoordinatorService(CoordinatorServicer):
         state, now, name = self._commit_log.state, self._commit_log.now(), event.server.name
         known = state.servers.get(name)
         if known is not None and known.instance_id != event.server.instance_id:
-            for peer in backups_of(state, name):
-                if state.alive(peer, now) and await self._roles.look(state.servers[peer]) is RunLiveness.MUTE:
+            peers = [peer for peer in backups_of(state, name) if state.alive(peer, now)]
+            runs = await asyncio.gather(*(self._roles.look(state.servers[peer]) for peer in peers))
+            for peer, run in zip(peers, runs, strict=True):
+                if run is RunLiveness.MUTE:
                     raise UnavailableError(
                         f'memory server "{name}" was restarted, and "{peer}", which has other copies of its segments, '
                         f"does not answer; it must register again"

@@ -49,6 +49,7 @@ def test_a_server_is_emptied_and_filled_again(client: smb.Client, cluster: smb.L
     buffer.write(np.arange(COUNT, dtype=np.float32))
     assert "server-1 is empty" in run(cluster, "drain", "server-1", "--wait")
     assert "0 segments, 0 B left" in run(cluster, "drain", "server-1")
+    assert "stays on server-1" not in cluster.coordinator.log.read_text(), "a copy leaves once the other one confirms"
     assert not any("server-1" in (place.server, place.backup) for place in client.open("w").layout.segments)
     assert "alive, draining" in run(cluster, "status")
     assert [server["draining"] for server in json.loads(run(cluster, "status", "--json"))["servers"]] == [0, 1, 0]

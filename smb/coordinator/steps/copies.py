@@ -65,14 +65,18 @@ def server_returned(state: State, event: ServerReturned, now: Instant) -> Step:
     return judge_copies(state, judge, event.changes_max, contested=frozenset(newer))
 
 
+class NotAskedError(UnavailableError):
+    """A server was not asked for a segment that was made meanwhile."""
+
+
 def check_all_told(state: State, server: str, held: Collection[int], missing: Collection[int]) -> None:
-    """Raise UnavailableError if the records place a segment on a server that has not said whether it has it. That
+    """Raise NotAskedError if the records place a segment on a server that has not said whether it has it. That
     segment was made after the server was asked, perhaps by its former run.
     """
     for record in state.buffers.values():
         for copy in record.copies if record.ready else ():
             if copy.server == server and copy.id not in held and copy.id not in missing:
-                raise UnavailableError(
+                raise NotAskedError(
                     f'memory server "{server}" was not asked for a segment of {record.title}, which was made '
                     f"meanwhile; it must register again"
                 )

@@ -11,7 +11,7 @@ been heard of, nothing is decided, clients do not see the buffer, and none of it
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -52,27 +52,37 @@ def heard_from(state: State, event: ServerRegistered) -> State:
         waiting[record.id] = replace(
             known,
             held={**known.held, event.server.name: whole},
-            used=known.used or not all(each.untouched for each in here.values()),
+            # What is being made, or copied, has nothing that its source lacks, and clients do not reach it.
+            used=known.used or not all(each.untouched or each.begun for each in here.values()),
         )
     return replace(state, interrupted=waiting) if waiting else state
 
 
 def interrupted_judged(state: State, changes_max: int | None, now: Instant) -> Step:
-    """Decide what can be decided, for at most `changes_max` buffers."""
+    """Decide what can be decided, for about `changes_max` buffers at most."""
     if not state.interrupted or not state.every_server_was_heard(now):
         return state, ()
     effects: list[Effect] = []
-    for record in _records(state)[:changes_max]:
+    heard = frozenset(name for name in state.servers if state.heard(name, now))
+    decided: set[str] = set()  # servers of buffers that count as made now
+    for record in _records(state):
+        if changes_max is not None and len(effects) // 4 >= changes_max:
+            break
         known = state.interrupted[record.id]
         # A server that has died since its report may have lost what it held.
-        held = {name: numbers for name, numbers in known.held.items() if state.heard(name, now)}
+        held = {name: numbers for name, numbers in known.held.items() if name in heard}
         somewhere = frozenset().union(*held.values())
         nowhere = [segment for segment in record.segments if segment.id not in somewhere]
         if any({each.server, each.backup} - {""} - held.keys() for each in nowhere):
             continue
-        state, ended = _taken_back(state, record) if nowhere and not known.used else _made(state, record, known, now)
+        if nowhere and not known.used:
+            state, ended = _taken_back(state, record)
+        else:
+            state, ended = _made(state, record, known, held)
+            decided |= known.held.keys()
         effects += ended
-    return state, tuple(effects)
+    # They register again, so that what they hold is judged by the records.
+    return replace(state, suspected=state.suspected | decided), tuple(effects)
 
 
 def _records(state: State) -> list[BufferRecord]:
@@ -90,9 +100,9 @@ def _taken_back(state: State, record: BufferRecord) -> Step:
     return replace(state, interrupted=without(state.interrupted, record.id)), effects
 
 
-def _made(state: State, record: BufferRecord, known: Interrupted, now: Instant) -> Step:
-    """The servers register again, so that what they hold is judged by the record. What their reports already showed is
-    judged now: no later registration shows that a server was restarted since the record was stored.
+def _made(state: State, record: BufferRecord, known: Interrupted, heard: Mapping[str, frozenset[int]]) -> Step:
+    """What the servers' reports showed is judged now: no later registration shows that a server was restarted since the
+    record was stored. `heard`: by server, what it has of the buffer.
     """
     made = replace(record, ready=True)
     state = replace(
@@ -102,14 +112,13 @@ def _made(state: State, record: BufferRecord, known: Interrupted, now: Instant) 
     )
     text = f"{made.title} counts as made: the coordinator was stopped within its creation, or its records were older"
     effects: list[Effect] = [SaveBuffer(made), WakeOpeners(made.key), Report(logging.WARNING, text)]
-    heard = {name: held for name, held in known.held.items() if state.heard(name, now)}
     restarted = [name for name, run in known.runs.items() if name in heard and state.servers[name].instance_id != run]
     # First what is missing: no server takes over with a copy that it does not have.
     for name, again in [*((name, False) for name in heard), *((name, True) for name in restarted)]:
         judge = partial(_come_back, made.id, name, heard[name], heard.keys(), again)
         state, saves = judge_copies(state, judge, None)
         effects += saves
-    return replace(state, suspected=state.suspected | known.held.keys()), tuple(effects)
+    return state, tuple(effects)
 
 
 def _come_back(

@@ -595,6 +595,12 @@ static void what_was_never_written_to(void)
     CHECK(!smb_segment_untouched(other));
     smb_segment_release(segment);
     smb_segment_release(other);
+    /* who holds the bytes changes them without a count */
+    segment = make("b", SMB_UINT8);
+    CHECK(smb_segment_untouched(segment));
+    CHECK_EQ(smb_segment_bind(segment), SMB_OK);
+    CHECK(!smb_segment_untouched(segment));
+    smb_segment_release(segment);
 }
 
 /* A held lock makes a try busy and a wait time out, and is free again for the next. */

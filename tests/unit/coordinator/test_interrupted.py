@@ -110,6 +110,29 @@ def test_it_is_taken_back_if_a_part_is_nowhere(cluster: Cluster, first: str, run
     assert cluster.only(SaveBuffer).record.name == "half"
 
 
+def test_several_are_decided_at_once() -> None:
+    """That one counts as made does not hold up the next."""
+    cluster = Cluster()
+    cluster.register("a", "b")
+    for name in ("u", "v", "w"):
+        cluster.want(name, elements=1000, server_names=("a",))
+    cluster = again(cluster)
+    for name in ("a", "b"):
+        back(cluster, name, NEW)
+    cluster.do(UnexplainedJudged())
+    assert [record.name for record in cluster.state.listed()] == ["u", "v", "w"]
+    assert cluster.state.suspected == {"a"}
+
+
+def test_what_is_being_made_was_not_used(cluster: Cluster) -> None:
+    """a was still making its part when it was heard, and b was never asked."""
+    back(cluster, "a", Held(0, whole=False, begun=True))
+    back(cluster, "b", None)
+    back(cluster, "c", None)
+    assert judged(cluster) == []
+    assert cluster.state.buffers == {}
+
+
 def test_what_was_written_to_stays(cluster: Cluster) -> None:
     """The records are older than the buffer, and b has lost its part since: that part alone is lost."""
     back(cluster, "a", USED)
