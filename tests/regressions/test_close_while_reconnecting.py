@@ -8,6 +8,7 @@ import os
 import random
 import socket
 import threading
+from collections.abc import Collection
 from pathlib import Path
 
 import numpy as np
@@ -50,9 +51,10 @@ def break_connections(port: int, path: str) -> int:
     return broken
 
 
-def at_work() -> list[str]:
-    """Names of threads that make connections."""
-    return [t.name for t in threading.enumerate() if t.name in ("smb-links", "smb-resume", "smb-rdma")]
+def at_work(before: Collection[threading.Thread]) -> list[str]:
+    """Names of threads that make connections, but for those of clients from `before`, which others have in use."""
+    named = ("smb-links", "smb-resume", "smb-rdma")
+    return [t.name for t in threading.enumerate() if t.name in named and t not in before]
 
 
 def call_until_closed(buffer: smb.Buffer, lock: smb.Lock | None, failures: list[BaseException]) -> None:
@@ -77,6 +79,7 @@ def test_nothing_is_at_work_once_close_returns(transport: str) -> None:
     seed = random.randrange(1 << 32)
     print(f"seed {seed}")
     draw, failures, begun = random.Random(seed), [], 0
+    before = threading.enumerate()
     with (
         smb.LocalCluster(servers=1) as cluster,
         smb.connect(cluster.address, transport=transport) as first,
@@ -113,7 +116,7 @@ def test_nothing_is_at_work_once_close_returns(transport: str) -> None:
             while closer.is_alive():  # what it makes anew meanwhile breaks, too
                 break_connections(port, place.unix_path)
             closer.join()
-            assert at_work() == []
+            assert at_work(before) == []
             begun += client._session.outages().begun
             caller.join(20)
             assert not caller.is_alive()
