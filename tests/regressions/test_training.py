@@ -141,12 +141,12 @@ def test_who_was_stopped_on_the_way_into_a_slot_leaves_it_alone(
 ) -> None:
     """It lost the slot's lock; when it went on it put itself in the place of the one who had got the slot since."""
     client, other = connect(), connect()
-    first = smb.train.join(connect(), "run", _ones(), ASP(), lease=LEASE_S)  # keeps its slot: its client goes on
+    first = smb.train.join(connect(), "stopped", _ones(), ASP(), lease=LEASE_S)  # keeps its slot: its client goes on
     found: list[smb.train.Worker] = []
 
     def is_free() -> bool:
         try:
-            members.lock_of(other, "run", 1, LEASE_S, 1).acquire().release()
+            members.lock_of(other, "stopped", 1, LEASE_S, 1).acquire().release()
         except smb.TimeoutError:
             return False
         return True
@@ -156,11 +156,11 @@ def test_who_was_stopped_on_the_way_into_a_slot_leaves_it_alone(
             if not found:
                 client._session.renewals.close()  # as in a stopped process
                 wait_for(is_free, "the end of the lease")
-                found.append(smb.train.join(other, "run", _ones()))
+                found.append(smb.train.join(other, "stopped", _ones()))
             return super().add(row, column, value)
 
     table = Stopped(first.group.table.buffer)
-    member = members.admit(client, "run", table, LEASE_S, lambda _: 0)
+    member = members.admit(client, "stopped", table, LEASE_S, lambda _: 0)
     assert found[0].status.slot == 1
     assert found[0].status.alive
     found[0].step()
