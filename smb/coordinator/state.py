@@ -53,6 +53,7 @@ class Interrupted:
     # By server that has registered in this term, of those that should have a part or have one: which it has, whole.
     held: Mapping[str, frozenset[int]] = field(default_factory=dict)
     used: bool = False  # some client has written to one of these segments
+    newer: frozenset[int] = frozenset()  # segments of which some server has a later state than the record
 
 
 @dataclass(frozen=True, slots=True)

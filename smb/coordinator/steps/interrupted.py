@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 
-from smb.coordinator.drop_rules import dropped
+from smb.coordinator.drop_rules import dropped, epoch_of
 from smb.coordinator.events import Effect, EraseBuffer, Instant, Report, SaveBuffer, ServerRegistered, WakeOpeners
 from smb.coordinator.records import BufferRecord
 from smb.coordinator.replicas import come_back
@@ -49,8 +49,12 @@ def heard_from(state: State, event: ServerRegistered) -> State:
         if not here and event.server.name not in known.runs:
             continue
         whole = frozenset(number for number, each in here.items() if not each.begun)
+        newer = {
+            each.id for each in record.segments if each.id in whole and here[each.id].epoch > epoch_of(record, each)
+        }
         waiting[record.id] = replace(
             known,
+            newer=known.newer | newer,
             held={**known.held, event.server.name: whole},
             # What is being made, or copied, has nothing that its source lacks, and clients do not reach it.
             used=known.used or not all(each.untouched or each.begun for each in here.values()),
@@ -71,8 +75,12 @@ def interrupted_judged(state: State, changes_max: int | None, now: Instant) -> S
         known = state.interrupted[record.id]
         # A server that has died since its report may have lost what it held.
         held = {name: numbers for name, numbers in known.held.items() if name in heard}
-        somewhere = frozenset().union(*held.values())
-        nowhere = [segment for segment in record.segments if segment.id not in somewhere]
+        nowhere = [
+            segment
+            for segment in record.segments
+            if segment.id not in known.newer
+            and not any(segment.id in held.get(name, ()) for name in (segment.server, segment.backup))
+        ]
         if any({each.server, each.backup} - {""} - held.keys() for each in nowhere):
             continue
         if nowhere and not known.used:

@@ -110,6 +110,24 @@ def test_it_is_taken_back_if_a_part_is_nowhere(cluster: Cluster, first: str, run
     assert cluster.only(SaveBuffer).record.name == "half"
 
 
+@pytest.mark.parametrize("epoch", [1, 2])
+def test_a_copy_elsewhere_counts_if_it_is_newer(epoch: int) -> None:
+    """Otherwise it is one that the records gave up: nobody would take it up."""
+    cluster = Cluster()
+    cluster.register("a", "b", "c")
+    cluster.want("half", replicas=2, server_names=("a",))
+    (segment,) = cluster.state.buffers["half"].segments
+    (other,) = {"a", "b", "c"} - {segment.server, segment.backup}
+    cluster = again(cluster)
+    for name in (segment.server, segment.backup):
+        back(cluster, name, None)
+    there, found = {segment.id}, replace(NEW, epoch=epoch)
+    cluster.do(returned(cluster.state, other, 1, there, as_held=found))
+    cluster.do(registration(cluster.state, server(other), there, as_held=found))
+    assert judged(cluster) == (["half"] if epoch > 1 else [])
+    assert ("half" in cluster.state.buffers) == (epoch > 1)
+
+
 def test_several_are_decided_at_once() -> None:
     """That one counts as made does not hold up the next."""
     cluster = Cluster()
