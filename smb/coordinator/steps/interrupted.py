@@ -2,10 +2,11 @@
 
 Either that run stopped within the creation, or the records are older than its last ones: a backup was restored, or a
 power failure took their end. In the second case clients may have used the buffer since. Its servers know more. The
-buffer counts as made if each of its segments is somewhere, whole. It is taken back if a segment is nowhere, and nothing
-was ever written to the others: what is dropped then has nothing that a client was told of. If a segment is nowhere and
-others were used, the buffer counts as made, and that segment as lost. While a server that may have a segment has not
-been heard of, nothing is decided, clients do not see the buffer, and none of its copies takes over from another. Pure.
+buffer counts as made if each of its segments is whole where the records have it, or newer elsewhere. It is taken back
+if a segment is nowhere, and nothing was ever written to the others: what is dropped then has nothing that a client was
+told of. If a segment is nowhere and others were used, the buffer counts as made, and that segment as lost. While a
+server that may have a segment has not been heard of, nothing is decided, clients do not see the buffer, and none of its
+copies takes over from another. Pure.
 """
 
 from __future__ import annotations
@@ -63,14 +64,15 @@ def heard_from(state: State, event: ServerRegistered) -> State:
 
 
 def interrupted_judged(state: State, changes_max: int | None, now: Instant) -> Step:
-    """Decide what can be decided, for about `changes_max` buffers at most."""
+    """Decide what can be decided, for at most `changes_max` buffers."""
     if not state.interrupted or not state.every_server_was_heard(now):
         return state, ()
     effects: list[Effect] = []
     heard = frozenset(name for name in state.servers if state.heard(name, now))
     decided: set[str] = set()  # servers of buffers that count as made now
+    ends = 0
     for record in _records(state):
-        if changes_max is not None and len(effects) // 4 >= changes_max:
+        if ends == changes_max:
             break
         known = state.interrupted[record.id]
         # A server that has died since its report may have lost what it held.
@@ -89,6 +91,7 @@ def interrupted_judged(state: State, changes_max: int | None, now: Instant) -> S
             state, ended = _made(state, record, known, held)
             decided |= known.held.keys()
         effects += ended
+        ends += 1
     # They register again, so that what they hold is judged by the records.
     return replace(state, suspected=state.suspected | decided), tuple(effects)
 
