@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 import smb
-from smb.daemon.held_directory import sweep
+from smb.daemon.held_directory import is_held, sweep
 from tests.support import clients
 from tests.support.daemons import wait_for
 from tests.support.transports import EACH_WAY, FAR
@@ -175,9 +175,11 @@ def test_a_killed_owners_cluster_ends() -> None:
                 assert directory.exists()
         finally:
             os.kill(pids[-1], signal.SIGCONT)
-        wait_for(lambda: not any(is_running(pid) for pid in pids), "end of the daemons")
+        # A process whose main thread has ended still holds its files until its last thread has ended.
+        wait_for(lambda: not any(is_held(directory) for directory in directories), "end of the daemons")
     with smb.LocalCluster(servers=1, capacity="16MiB"):
-        assert not any(directory.exists() for directory in directories)
+        # A cluster of another test may be sweeping them just now.
+        wait_for(lambda: not any(directory.exists() for directory in directories), "sweep of the directories")
 
 
 TERMINAL = """
