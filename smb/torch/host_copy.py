@@ -85,15 +85,16 @@ class HostCopy:
             if self._reads:
                 self._descriptor = os.memfd_create(f"smb-{buffer.name}"[:200])
                 self._follower = Follower(client, buffer, timeout, near, allocate=self._allocate)
-        process, descriptor = ranks.gather((os.getpid(), self._descriptor))[first]
+        memory = _identity(self._descriptor) if self._descriptor >= 0 else None
+        process, descriptor, memory = ranks.gather((os.getpid(), self._descriptor, memory))[first]
         with agreed(ranks):
             if not self._reads:
                 path = f"/proc/{process}/fd/{descriptor}"
-                self._follower = Follower(client, buffer, timeout, near, allocate=lambda size: _map(path, size))
+                self._follower = Follower(client, buffer, timeout, near, allocate=lambda size: _map(path, size, memory))
 
     def _allocate(self, size: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
         os.truncate(self._descriptor, size)
-        return _map(f"/proc/self/fd/{self._descriptor}", size)
+        return _map(f"/proc/self/fd/{self._descriptor}", size, _identity(self._descriptor))
 
     @contextmanager
     def held(self, generation: int, timeout: float) -> Iterator[dict[str, torch.Tensor]]:
@@ -153,12 +154,21 @@ class HostCopy:
             self._descriptor = -1
 
 
-def _map(path: str, size: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Map the shared memory at a path. Raises UnavailableError."""
+def _identity(descriptor: int) -> tuple[int, int]:
+    found = os.fstat(descriptor)
+    return found.st_dev, found.st_ino
+
+
+def _map(path: str, size: int, memory: tuple[int, int] | None) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """Map the shared memory at a path. `memory` tells it from what a process of another user, with the same number by
+    now, has open. Raises UnavailableError.
+    """
     try:
         descriptor = os.open(path, os.O_RDWR)
         try:
-            memory = mmap.mmap(descriptor, size)
+            if _identity(descriptor) != memory:
+                raise UnavailableError(f"{path} is not the memory that this engine's first process made: it has ended")
+            mapped = mmap.mmap(descriptor, size)
         finally:
             os.close(descriptor)
     except OSError as error:
@@ -166,4 +176,4 @@ def _map(path: str, size: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
             f"the engine's processes on this host can't share memory ({error}): run them as one user, with the right "
             f"to open {path}"
         ) from error
-    return np.frombuffer(memory, np.uint8)
+    return np.frombuffer(mapped, np.uint8)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 
 import smb
 import smb.torch
+from smb.torch.host_copy import _identity, _map
 from tests.conftest import Connect
 from tests.support.meshes import Mesh, published
 
@@ -54,3 +56,18 @@ def test_all_processes_of_an_engine_hold_one_generation_in_one_memory(
     assert "a rank of the mesh is gone" in mesh.heard(0)
     mesh.tell("uncopy", ranks=(0,))
     mesh.heard(0)
+
+
+def test_a_number_that_another_process_has_by_now_maps_nothing() -> None:
+    """What stands at a path of /proc must be what the first process of the engine made."""
+    files = [os.memfd_create(name) for name in ("first", "other")]
+    try:
+        for descriptor in files:
+            os.truncate(descriptor, 4096)
+        path = f"/proc/self/fd/{files[0]}"
+        assert _map(path, 4096, _identity(files[0])).nbytes == 4096
+        with pytest.raises(smb.UnavailableError, match="not the memory that this engine's first process made"):
+            _map(path, 4096, _identity(files[1]))
+    finally:
+        for descriptor in files:
+            os.close(descriptor)
