@@ -8,8 +8,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Collection
-from contextlib import suppress
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias
@@ -111,6 +111,12 @@ def _name_of(client_name: str) -> str:
 def _mark_lost(message: pb.Buffer, lost: Collection[int]) -> None:
     for segment in message.layout.segments:
         segment.lost = segment.id in lost
+
+
+def _left_s(context: Context) -> float:
+    """Return how long a call may wait, so that its caller still gets an answer with a reason."""
+    left_s = context.time_remaining()  # None: the caller set no deadline
+    return min(OTHERS_CREATION_S, OTHERS_CREATION_S if left_s is None else left_s) - _LAST_WORD_S
 
 
 def _renamed_away(name: str, outcome: CallOutcome = NOT_APPLIED) -> PermissionDeniedError:
@@ -457,11 +463,13 @@ class CoordinatorService(CoordinatorServicer):
         failpoint("coordinator.create.asked")
         # No local variable names the task: its error's traceback has this frame, and the cycle would keep the request.
         creation = await self._checked(request)
+        await self._until_known(creation.kind, creation.name, 0, context)
+        if creation.like:
+            await self._until_known(Kind.BUFFER, creation.like, creation.model_id, context)
         self._check_two_copies(creation)
         if creation.kind is Kind.BARRIER:
             await self._free_if_lost(creation.name)
-        left_s = context.time_remaining()  # None: the caller set no deadline
-        patience_s = min(OTHERS_CREATION_S, OTHERS_CREATION_S if left_s is None else left_s) - _LAST_WORD_S
+        patience_s = min(OTHERS_CREATION_S, _left_s(context))
         record = await asyncio.shield(self._segments.create(creation, patience_s))
         if record.name != request.name and not caller().may_see(record.name):  # a repeated request: made, then renamed
             raise _renamed_away(request.name, APPLIED)
@@ -506,6 +514,7 @@ class CoordinatorService(CoordinatorServicer):
         timeout_s = request.timeout_ms / 1000
         kind = kind_of(request.kind)
         self._may_write(kind, request.name)
+        await self._until_known(kind, request.name, request.id, context)
         if request.id and kind is Kind.BUFFER:
             known = self._commit_log.state.find(kind, request.name)
             if known is None or known.id != request.id:
@@ -514,9 +523,9 @@ class CoordinatorService(CoordinatorServicer):
                     if not caller().may_see(renamed.name):
                         raise _renamed_away(request.name)
                     return self._opened(request, renamed)
-        record = await self._opens_wait(kind, request.name, timeout_s)
+        with self._waiting(kind, request.name) if timeout_s else nullcontext():
+            record = await self._await_ready(kind, request.name, timeout_s)
         if record is None:
-            self._commit_log.state.check_known(kind, request.name, request.id)
             lacks = f"appeared within {timeout_s:g} s" if timeout_s else "exists"
             advice = "`smb ls` lists the names; a timeout waits for a buffer that another process creates"
             if kind is not Kind.BUFFER:
@@ -542,6 +551,7 @@ class CoordinatorService(CoordinatorServicer):
 
     async def RenameBuffer(self, request: pb.RenameBufferRequest, context: Context) -> pb.RenameBufferReply:
         failpoint("coordinator.rename.asked")
+        await self._until_known(Kind.BUFFER, request.name, request.id, context)
         event = BufferRenamed(
             request.name, request.new_name, request.replace, request.displaced_name, request.folder, request.id
         )
@@ -580,16 +590,28 @@ class CoordinatorService(CoordinatorServicer):
             )
         return relay_access.check_open(self._commit_log.state, caller().name, name)
 
-    async def _opens_wait(self, kind: Kind, name: str, timeout_s: float) -> BufferRecord | None:
+    async def _until_known(self, kind: Kind, name: str, known_id: int, context: Context) -> None:
+        """Wait for as long as the caller does, while only servers that were not heard yet can say whether that buffer
+        was made. Raises UnavailableError.
+        """
+        end = self._commit_log.now().monotonic + _left_s(context)
+        while (record := self._commit_log.state.in_question(kind, name, known_id)) is not None:
+            with self._waiting(kind, name):
+                if not await self._commit_log.wait(record.key, end - self._commit_log.now().monotonic):
+                    self._commit_log.state.check_known(kind, name, known_id)
+
+    @contextmanager
+    def _waiting(self, kind: Kind, name: str) -> Iterator[None]:
+        """Count a call that waits in the block. Raises OutOfMemoryError if the caller's certificate has too many."""
         key = caller().key
-        if timeout_s and self._opens_waiting[key] >= OPENS_WAITING_MAX:
+        if self._opens_waiting[key] >= OPENS_WAITING_MAX:
             raise OutOfMemoryError(
                 f'open of {kind.value} "{name}": {OPENS_WAITING_MAX} opens with this certificate are waiting already; '
                 f"use timeout=0, or try again later"
             )
         self._opens_waiting[key] += 1
         try:
-            return await self._await_ready(kind, name, timeout_s)
+            yield
         finally:
             self._opens_waiting[key] -= 1
             if not self._opens_waiting[key]:

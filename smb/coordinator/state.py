@@ -165,20 +165,25 @@ class State:
         # A buffer's name is looked up unchecked: a name with a colon in it must not find a lock.
         return record if record is not None and record.ready and record.kind is kind else None
 
-    def check_known(self, kind: Kind, name: str, known_id: int = 0) -> None:
-        """Raise UnavailableError if a buffer of that name (and id, unless that is 0) may have been made, and its
-        servers have not said so yet.
+    def in_question(self, kind: Kind, name: str, known_id: int = 0) -> BufferRecord | None:
+        """Return the record of that name (and id, unless that is 0) if the buffer may have been made, and its servers
+        have not said so yet.
         """
         record = self.buffers.get(key_of(kind, name))
         if record is None or record.kind is not kind or record.id not in self.interrupted:
-            return
-        if known_id not in (0, record.id):
+            return None
+        return record if known_id in (0, record.id) else None
+
+    def check_known(self, kind: Kind, name: str, known_id: int = 0) -> None:
+        """Raise UnavailableError if it is not known whether the buffer was made: see `in_question`."""
+        record = self.in_question(kind, name, known_id)
+        if record is None:
             return
         unheard = sorted({copy.server for copy in record.copies} - self.interrupted[record.id].held.keys())
         raise UnavailableError(
             f"{record.title}: the coordinator was stopped within its creation, or its records are older. It waits "
-            f"until {' and '.join(unheard) or 'every server'} has said what it holds; try again, or delete the buffer "
-            f"(smb rm)"
+            f"until {' and '.join(unheard) or 'every server'} has said what it holds; try again"
+            f"{', or delete the buffer (smb rm)' if kind is Kind.BUFFER else ''}"
         )
 
     def find_id(self, buffer_id: int) -> BufferRecord | None:

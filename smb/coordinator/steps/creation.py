@@ -263,6 +263,7 @@ def _check_same(state: State, existing: BufferRecord, creation: Creation) -> Non
     if existing.kind is not Kind.BUFFER:
         return  # the coordinator decided its shape, maybe in an earlier version, and that shape stays
     if not creation.exist_ok:
+        state.check_known(existing.kind, existing.name)
         doing = "exists" if existing.ready else "is being created by another client"
         raise AlreadyExistsError(
             f'a buffer "{existing.name}" {doing}; choose another name, delete it, or pass exist_ok=True'

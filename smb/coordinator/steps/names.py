@@ -31,8 +31,8 @@ from smb.security.roles import namespace_of
 def buffer_deleted(state: State, event: BufferDeleted, _: Instant) -> Step:
     """Drop a buffer with its mirrors."""
     effects: list[Effect] = []
-    there = state.buffers.get(event.name)
-    if there is not None and there.id in state.interrupted and event.id in (0, there.id):
+    there = state.in_question(Kind.BUFFER, event.name, event.id)
+    if there is not None:
         record = there  # its deletion does not depend on whether it was made
         effects.append(WakeOpeners(record.key))
     else:

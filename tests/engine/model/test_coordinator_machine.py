@@ -272,8 +272,8 @@ class CoordinatorMachine(RuleBasedStateMachine):
     def finish(self, made: tuple[str, int], well: bool) -> None:
         key, record_id = made
         record = self.state.buffers.get(key)
-        if record is None or record.id != record_id:
-            return  # it was taken back by a restart, and its maker died with the process before
+        if record is None or record.id != record_id or record_id in self.state.interrupted:
+            return  # its maker died with the process before: a restart took it back, or its servers say what they have
         assert not record.ready
         if well and record.mirror_of and self.state.source(record) is None:
             assert self.do(BufferMade(key)) == (), "a mirror of what was deleted meanwhile"

@@ -74,7 +74,7 @@ def test_it_is_made_if_each_segment_is_there(cluster: Cluster, held: Held) -> No
         cluster.do(events[0])
     with pytest.raises(errors.AlreadyExistsError):
         cluster.do(events[1])
-    with pytest.raises(errors.AlreadyExistsError, match="is being created"):
+    with pytest.raises(errors.UnavailableError, match="waits until b has said what it holds"):
         cluster.want("half")
     with pytest.raises(errors.UnavailableError, match="or delete the buffer"):
         cluster.state.check_known(Kind.BUFFER, "half")
@@ -267,3 +267,17 @@ def test_a_mirror_is_taken_back_at_once() -> None:
     cluster = again(cluster)
     assert cluster.only(EraseBuffer).key == "m"
     assert list(cluster.state.buffers) == ["w"]
+
+
+def test_a_lock_is_no_buffer() -> None:
+    """A deletion of a buffer does not find a lock whose creation was interrupted, whatever name it gives."""
+    made = Cluster()
+    made.register("a")
+    made.want("v", kind=Kind.LOCK)
+    cluster = again(made)
+    assert cluster.state.in_question(Kind.LOCK, "v") is not None
+    assert cluster.state.in_question(Kind.BUFFER, "lock:v") is None
+    with pytest.raises(errors.NotFoundError):
+        cluster.do(BufferDeleted("lock:v", missing_ok=False))
+    with pytest.raises(errors.UnavailableError, match=r"try again$"):
+        cluster.state.check_known(Kind.LOCK, "v")
