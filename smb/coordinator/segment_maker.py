@@ -30,7 +30,7 @@ from smb.coordinator.steps.creation import NotNowError, made_before
 from smb.coordinator.store import StoreError
 from smb.coordinator.validate import Creation
 from smb.daemon.failpoint import failpoint
-from smb.errors import Error, OutOfMemoryError, UnavailableError
+from smb.errors import NOT_APPLIED, UNKNOWN, Error, OutOfMemoryError, UnavailableError
 
 _log = logging.getLogger("coordinator")
 OTHERS_CREATION_S = 30.0  # how long a create with exist_ok waits for another client's creation of the same name
@@ -115,7 +115,8 @@ class SegmentMaker:
             if not await self._commit_log.wait(record.key, deadline - self._now()):
                 raise UnavailableError(
                     f"{creation.asked}: another client is creating it and has not finished within "
-                    f"{OTHERS_CREATION_S:.0f} s; try again"
+                    f"{OTHERS_CREATION_S:.0f} s; try again",
+                    outcome=UNKNOWN if record.attempt_id == creation.attempt_id != 0 else NOT_APPLIED,
                 )
 
     async def _make(self, committed: Committed, record: BufferRecord, asked: str) -> BufferRecord:

@@ -463,7 +463,7 @@ class CoordinatorService(CoordinatorServicer):
         failpoint("coordinator.create.asked")
         # No local variable names the task: its error's traceback has this frame, and the cycle would keep the request.
         creation = await self._checked(request)
-        await self._until_known(creation.kind, creation.name, 0, context)
+        await self._until_known(creation.kind, creation.name, 0, context, creation.attempt_id)
         if creation.like:
             await self._until_known(Kind.BUFFER, creation.like, creation.model_id, context)
         self._check_two_copies(creation)
@@ -590,7 +590,7 @@ class CoordinatorService(CoordinatorServicer):
             )
         return relay_access.check_open(self._commit_log.state, caller().name, name)
 
-    async def _until_known(self, kind: Kind, name: str, known_id: int, context: Context) -> None:
+    async def _until_known(self, kind: Kind, name: str, known_id: int, context: Context, attempt_id: int = 0) -> None:
         """Wait for as long as the caller does, while only servers that were not heard yet can say whether that buffer
         was made. Raises UnavailableError.
         """
@@ -598,7 +598,7 @@ class CoordinatorService(CoordinatorServicer):
         while (record := self._commit_log.state.in_question(kind, name, known_id)) is not None:
             with self._waiting(kind, name):
                 if not await self._commit_log.wait(record.key, end - self._commit_log.now().monotonic):
-                    self._commit_log.state.check_known(kind, name, known_id)
+                    self._commit_log.state.check_known(kind, name, known_id, attempt_id)
 
     @contextmanager
     def _waiting(self, kind: Kind, name: str) -> Iterator[None]:

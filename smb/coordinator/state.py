@@ -22,7 +22,7 @@ from smb.coordinator.lineage import Lineage
 from smb.coordinator.placement import Pool
 from smb.coordinator.records import BufferRecord, Held, Kind, SegmentRecord, ServerRecord, SessionRecord, key_of
 from smb.coordinator.replicas import Copy, copies_on
-from smb.errors import NotFoundError, UnavailableError
+from smb.errors import NOT_APPLIED, UNKNOWN, NotFoundError, UnavailableError
 from smb.published import LOG
 
 SERVER_LEASE_S = 6.0  # renewed at each third of it, so two renewals may get lost
@@ -174,8 +174,10 @@ class State:
             return None
         return record if known_id in (0, record.id) else None
 
-    def check_known(self, kind: Kind, name: str, known_id: int = 0) -> None:
-        """Raise UnavailableError if it is not known whether the buffer was made: see `in_question`."""
+    def check_known(self, kind: Kind, name: str, known_id: int = 0, attempt_id: int = 0) -> None:
+        """Raise UnavailableError if it is not known whether the buffer was made: see `in_question`. `attempt_id` is the
+        caller's, if the caller creates the buffer.
+        """
         record = self.in_question(kind, name, known_id)
         if record is None:
             return
@@ -183,7 +185,8 @@ class State:
         raise UnavailableError(
             f"{record.title}: the coordinator was stopped within its creation, or its records are older. It waits "
             f"until {' and '.join(unheard) or 'every server'} has said what it holds; try again"
-            f"{', or delete the buffer (smb rm)' if kind is Kind.BUFFER else ''}"
+            f"{', or delete the buffer (smb rm)' if kind is Kind.BUFFER else ''}",
+            outcome=UNKNOWN if record.attempt_id == attempt_id != 0 else NOT_APPLIED,
         )
 
     def find_id(self, buffer_id: int) -> BufferRecord | None:

@@ -74,6 +74,10 @@ def test_it_is_made_if_each_segment_is_there(cluster: Cluster, held: Held) -> No
         cluster.do(events[0])
     with pytest.raises(errors.AlreadyExistsError):
         cluster.do(events[1])
+    for attempt_id, outcome in ((0, "not applied"), (6, "not applied"), (7, "unknown")):
+        with pytest.raises(errors.UnavailableError, match="waits until b has said what it holds") as told:
+            cluster.state.check_known(Kind.BUFFER, "half", attempt_id=attempt_id)
+        assert told.value.outcome == outcome
     with pytest.raises(errors.UnavailableError, match="waits until b has said what it holds"):
         cluster.want("half")
     with pytest.raises(errors.UnavailableError, match="or delete the buffer"):
