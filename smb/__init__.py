@@ -33,13 +33,14 @@ from smb.errors import (
 if TYPE_CHECKING:
     from smb.buffer import Buffer
     from smb.buffer_info import BufferInfo
-    from smb.client import Client, ServerInfo, connect
+    from smb.client import Client, connect
     from smb.cluster import LocalCluster
     from smb.feedback import ErrorFeedback
     from smb.files.open_file import open_file
     from smb.layout import Layout
     from smb.lock import Lock
     from smb.queue import Queue
+    from smb.server_info import ServerInfo
     from smb.tensors import Tensor
 
 __all__ = [
@@ -79,16 +80,19 @@ _MODULES = {
     "LocalCluster": "smb.cluster",
     "Lock": "smb.lock",
     "Queue": "smb.queue",
-    "ServerInfo": "smb.client",
+    "ServerInfo": "smb.server_info",
     "Tensor": "smb.tensors",
     "connect": "smb.client",
     "open_file": "smb.files.open_file",
 }
-
+# Imported by `import smb.torch`, or when they are first used. A notebook completes their names.
+_PACKAGES = ("metrics", "ray", "torch", "train")
 
 if not TYPE_CHECKING:  # otherwise mypy would accept every misspelt name
 
     def __getattr__(name: str) -> Any:
+        if name in _PACKAGES:
+            return import_module(f"smb.{name}")
         if name not in _MODULES:
             raise AttributeError(f"module 'smb' has no attribute {name!r}")
         value = globals()[name] = getattr(import_module(_MODULES[name]), name)
@@ -96,4 +100,4 @@ if not TYPE_CHECKING:  # otherwise mypy would accept every misspelt name
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, *_PACKAGES})

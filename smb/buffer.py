@@ -7,12 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, TypeVar, cast
+from typing import Any, NoReturn, TypeVar, cast
 
 import numpy as np
 
 from smb.arrays import memory as arrays
 from smb.arrays.dtypes import DTYPES, SPARSE_WIRE
+from smb.arrays.indexing import Indexed
 from smb.buffer_info import BufferInfo
 from smb.call.dispatcher import Dispatcher, signed
 from smb.call.interrupts import accounted, accounted_later
@@ -22,6 +23,7 @@ from smb.call.session import FenceAsMade, Session
 from smb.call.settling import leave_to_settle, settle
 from smb.call.sync_requests import wait_ms
 from smb.call.versions import Versions
+from smb.config.pickling import refuse_pickle
 from smb.engine import (
     NOWHERE,
     SOURCES_MAX,
@@ -43,6 +45,7 @@ from smb.errors import (
     TransportError,
 )
 from smb.feedback import ErrorFeedback, SparseSending
+from smb.html_tables import buffer_row, described
 from smb.layout import Layout
 from smb.lock import Lock
 from smb.pins import PIN_S_MAX, Pin
@@ -59,7 +62,7 @@ _PUBLISH_TTL_S = 10.0
 _PUBLISH_WAIT_MAX_S = 86400.0
 
 
-class Buffer:
+class Buffer(Indexed):
     """A named array of `shape` and `dtype` in the memory of servers. Made by Client.create and Client.open.
 
     **Exactly once.** A call that returns was applied exactly once, even if connections broke and servers were killed
@@ -96,11 +99,16 @@ class Buffer:
     - int4 does so with blocks of 64 elements and `s = max|x|/7`: the error is at most `max|x|/14`. Use it with
       ErrorFeedback.
 
+    **As an array.** `np.asarray(buffer)` reads everything. `buffer[index]` reads, and `buffer[index] = values` writes,
+    elements that lie side by side: integers for the first dimensions, then at most one slice without a step. Each of
+    them is one call, so `buffer[0] += 1` is a read and a write, and not atomic: use accumulate().
+
     ```python
     buffer = client.create("counts", 3, dtype="int64")
     buffer.write(np.array([1, 2, 3]))
     buffer.accumulate(np.array([10, 10, 10]))
     buffer.read()  # array([11, 12, 13])
+    buffer[1:]  # array([12, 13])
     ```
     """
 
@@ -206,6 +214,12 @@ class Buffer:
     def __repr__(self) -> str:
         servers = len({segment.server for segment in self.layout.segments})
         return f"<smb.Buffer {self.name!r} {self.dtype.name}{list(self.shape)} on {servers} server{'s'[: servers > 1]}>"
+
+    def _repr_html_(self) -> str:
+        return described("Buffer", buffer_row(self.info))
+
+    def __reduce__(self) -> NoReturn:
+        refuse_pickle(repr(self), f"call smb.connect({self._session.coordinator.address!r}).open({self.name!r})")
 
     # ---- reading and writing
 
@@ -980,6 +994,11 @@ class Buffer:
         return self._session.calls.submit(
             call, self._dispatcher.turns, start, start + elements, changes=changes, priority=priority, window=window
         )
+
+    def _resume(self, session: Session, info: BufferInfo) -> None:
+        table = self._table
+        Buffer.__init__(self, session, info)
+        self._table = table
 
     def _renamed(self, name: str) -> None:
         """Store the name that this client has given the buffer, for messages. Makes no request."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import atexit
 import builtins
 import contextlib
+import functools
 import logging
 import numbers
 import operator
@@ -12,10 +12,9 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import numpy as np
 
@@ -29,6 +28,7 @@ from smb.call.sync_requests import Home, wait_ms
 from smb.config import log
 from smb.config.limits import VERSIONS_MAX
 from smb.config.parse import parse_addresses, parse_bytes
+from smb.config.pickling import refuse_pickle
 from smb.config.settings import DEFAULT_COORDINATOR, switch_of, text_of, variables_of
 from smb.config.transports import check_choice
 from smb.engine import AskOpcode
@@ -41,13 +41,15 @@ from smb.errors import (
     TransportError,
     UnavailableError,
 )
+from smb.html_tables import BufferList, ServerList, described
 from smb.lock import Lock, check_times
 from smb.published import MIRROR, beside, state_of
 from smb.queue import Queue
 from smb.rpc import control_pb2 as pb
 from smb.rpc.metadata import JSON, encode
 from smb.security.credentials import Credentials, find
-from smb.spi import note_name
+from smb.server_info import QuarantinedInfo, ServerInfo
+from smb.spi import note_name, resume
 from smb.tensors import METADATA_KEY, TensorTable
 from smb.transport.base import SegmentLocation
 from smb.transport.choose import MakesRdma, rdma_with
@@ -63,57 +65,6 @@ _NAME_MAX = 64
 _TIMEOUT_MAX_S = 10**6  # eleven days; in milliseconds this still fits into the engine's 32 bits
 
 _log = logging.getLogger("smb")
-
-
-@dataclass(frozen=True, slots=True)
-class QuarantinedInfo:
-    """Memory that a server keeps although no record of the coordinator accounts for it.
-
-    It takes `nbytes` of the server's capacity. `buffer` is the name of the buffer with this segment, or empty.
-    """
-
-    segment_id: int
-    buffer: str
-    nbytes: int
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class ServerInfo:
-    """A memory server as the coordinator sees it. Sizes are bytes; `last_seen` is seconds since 1970.
-
-    - `used` counts whole segment files, which are a little larger than their data.
-    - `alive` is true while the server's lease runs. `unheard` is true if the coordinator that leads now has not heard
-      of the server yet; it may be alive.
-    - `weight` is the server's share of a new buffer's traffic, relative to the other servers.
-    - `zone` is the location that the server was given.
-    - `draining`: the server gets no new memory and gives up what it has.
-    - `quarantined` lists memory that no record accounts for. It is empty for clients that are limited to namespaces.
-    """
-
-    name: str
-    address: str
-    alive: bool
-    capacity: int
-    used: int
-    segments: int
-    last_seen: float
-    metrics: str
-    weight: float = 1.0
-    zone: str = ""
-    draining: bool = False
-    unheard: bool = False
-    quarantined: tuple[QuarantinedInfo, ...] = ()
-
-    @property
-    def may_live(self) -> bool:
-        """True if the server is alive, or the coordinator has not heard of it yet."""
-        return self.alive or self.unheard
-
-    @property
-    def free(self) -> int:
-        """Free capacity in bytes."""
-        return max(0, self.capacity - self.used)
 
 
 def connect(
@@ -189,12 +140,16 @@ class Client:
         name: str | None = None,
     ) -> None:
         self.pages: Pages | None = None  # set by serve_metrics
-        self._session = ClusterSession(address, transport, timeout, checksum, credentials, make_rdma, name)
+        self._join = functools.partial(
+            ClusterSession, address, transport, timeout, checksum, credentials, make_rdma, name
+        )
+        self._session = self._join()
         self._coordinator = self._session.coordinator
+        self._buffers: weakref.WeakSet[Buffer] = weakref.WeakSet()  # those that this client has opened
         self._lock = threading.Lock()
+        self._reconnecting = threading.Lock()
         self._homes: dict[tuple[pb.Kind, str], Home] = {}
         self._copies: dict[str, int] = {}  # number of copies of locks, if more than one was asked for
-        _open.add(self)
 
     @property
     def name(self) -> str:
@@ -325,7 +280,7 @@ class Client:
             request.server_count = _server_count(name, servers)
         self._session.check_open()
         try:
-            buffer = Buffer(self._session, BufferInfo.of(self._coordinator.create_buffer(request, self.timeout)))
+            buffer = self._opened(self._coordinator.create_buffer(request, self.timeout))
         except AlreadyExistsError:
             # An error about tensors says more than one about bytes. If the buffer was deleted in the meantime, open()
             # says that.
@@ -354,7 +309,12 @@ class Client:
             raise InvalidArgumentError(
                 f"open {name!r}: timeout must be a number of seconds from 0 to {_TIMEOUT_MAX_S}, not {timeout!r}"
             )
-        return Buffer(self._session, BufferInfo.of(self._coordinator.open_buffer(name, timeout, self.timeout)))
+        return self._opened(self._coordinator.open_buffer(name, timeout, self.timeout))
+
+    def _opened(self, found: pb.Buffer) -> Buffer:
+        buffer = Buffer(self._session, BufferInfo.of(found))
+        self._buffers.add(buffer)
+        return buffer
 
     def list(self) -> builtins.list[BufferInfo]:
         """Return all buffers of the cluster, sorted by name.
@@ -366,7 +326,7 @@ class Client:
         """
         self._session.check_open()
         infos = [BufferInfo.of(buffer) for buffer in self._coordinator.list_buffers(self.timeout)]
-        return sorted(infos, key=lambda info: info.name)
+        return BufferList(sorted(infos, key=lambda info: info.name))
 
     def empty(self, shape: int | Sequence[int], dtype: Any = "float32") -> np.ndarray[Any, Any]:
         """Return an array of zeros in memory that is fast to send from and receive into. Reuse it for many calls.
@@ -581,7 +541,7 @@ class Client:
             )
             for server in self._coordinator.list_servers(self.timeout)
         ]
-        return sorted(infos, key=lambda info: info.name)
+        return ServerList(sorted(infos, key=lambda info: info.name))
 
     # ---- locks and barriers
 
@@ -670,6 +630,38 @@ class Client:
                 home = self._homes.setdefault((kind, name), home)
         return home
 
+    def reconnect(self) -> None:
+        """Go on after the session has ended, as when the computer slept for longer than the lease. Does nothing if the
+        session goes on.
+
+        The buffers that this client has opened can be used again, except those that were deleted meanwhile. Locks,
+        pins and places at barriers were given up when the session ended, and views are lost: take them anew. Trainings
+        must be joined again. A change whose outcome was unknown can no longer be settled.
+
+        Blocks for the coordinator. Raises UnavailableError if it cannot be reached, or the client was closed.
+
+        ```python
+        client.reconnect()
+        buffer.read()
+        ```
+        """
+        if self._session.closed:
+            self._session.check_open()
+        with self._reconnecting:
+            if not self._session.has_ended():
+                return
+            former = self._session
+            self._session = self._join()
+            self._coordinator = self._session.coordinator
+            self._session.published = former.published
+            with self._lock:
+                self._homes.clear()
+            for buffer in list(self._buffers):
+                with contextlib.suppress(NotFoundError):
+                    found = self._coordinator.open_buffer(buffer.name, 0.0, self.timeout, buffer.info.id)
+                    resume(buffer, self._session, BufferInfo.of(found))
+            former.close()
+
     def close(self) -> None:
         """Leave the cluster. Views stay valid; calls in progress over TCP fail. A second call does nothing.
 
@@ -694,6 +686,13 @@ class Client:
 
     def __repr__(self) -> str:
         return f"<smb.Client {self.name!r} of {self.address}{', closed' if self._session.closed else ''}>"
+
+    def _repr_html_(self) -> str:
+        state = "closed" if self._session.closed else "session ended" if self._session.session_ended else "open"
+        return described("Client", {"name": self.name, "coordinator": self.address, "state": state})
+
+    def __reduce__(self) -> NoReturn:
+        refuse_pickle(repr(self), f"call smb.connect({self.address!r})")
 
     def submit(self, call: Callable[[], Result]) -> Future[Result]:
         """Run a function on one of the client's threads and return a future. Does not block.
@@ -835,14 +834,3 @@ def _extents(name: str, shape: int | Sequence[int]) -> tuple[int, ...]:
             f"create {name!r}: each extent of shape {extents} must be at least 0 and less than 2**56"
         )
     return extents
-
-
-# Clients that are open at exit are closed then. atexit runs the function registered last first, so gRPC, imported
-# above, still works.
-_open: weakref.WeakSet[Client] = weakref.WeakSet()
-
-
-@atexit.register
-def _close_all() -> None:
-    for client in list(_open):
-        client.close()

@@ -12,18 +12,22 @@ import socket
 import subprocess
 import tempfile
 import time
+import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import IO
+from typing import IO, NoReturn
 
 from smb.config import settings
+from smb.config.at_exit import AtExit, at_exit
 from smb.config.host_address import reachable
 from smb.config.parse import OWNER_VARIABLE, format_address, parse_address, parse_bytes
+from smb.config.pickling import refuse_pickle
 from smb.daemon.held_directory import HeldDirectory, sweep
 from smb.daemon.launch import python_m
 from smb.daemon.own_files import open_own, take_directory
 from smb.errors import Error, InvalidArgumentError, UnavailableError
+from smb.html_tables import described
 from smb.security.credentials import VARIABLES as CREDENTIALS_VARIABLES
 
 _START_S = 30.0  # the start of a Python process that imports gRPC, on a loaded machine
@@ -156,12 +160,14 @@ class Daemon:
 
 
 class LocalCluster:
-    """One coordinator and `servers` memory servers as real processes on this machine. Use it as a context manager.
+    """One coordinator and `servers` memory servers as real processes on this machine. Blocks until all of them serve.
 
     ```python
     with smb.LocalCluster(servers=2, capacity="1GiB") as cluster, smb.connect(cluster.address) as client:
         print([server.name for server in client.servers()])
     ```
+
+    Without `with`, as in a notebook, they run until stop(), or until nobody refers to the object any more.
 
     - `capacity` of each server: bytes, or text such as "1GiB".
     - `listen` is the coordinator's address, on loopback by default. The memory servers listen on the same host, on
@@ -174,7 +180,7 @@ class LocalCluster:
     - `data_dir`: a directory. The next cluster with this directory has the same data, until the machine restarts.
     - Other options go to the memory servers: loops=2 becomes --loops 2.
 
-    The daemons end with the block, or with this process. Without `data_dir` they leave nothing. Raises
+    The daemons end with the block, at the latest with this process. Without `data_dir` they leave nothing. Raises
     UnavailableError, with the daemon's own message, if one does not start.
     """
 
@@ -205,11 +211,14 @@ class LocalCluster:
         self._insecure = insecure
         self._daemon_options = {option: str(value) for option, value in daemon_options.items()}
         self._directories: list[HeldDirectory] = []
+        self._daemons: list[Daemon] = []  # in the order of their start
         self.coordinator: Daemon
         self.memory_directory: Path
         self.state_directory: Path
         self._kept: IO[bytes] | None = None  # the lock of the data directory
         self.servers: list[Daemon] = []
+        self._end: weakref.finalize[..., LocalCluster] | None = None  # ends the daemons; None if there are none
+        self.start()
 
     @property
     def address(self) -> str:
@@ -217,15 +226,22 @@ class LocalCluster:
         return self.coordinator.address
 
     def start(self) -> LocalCluster:
-        """Start the daemons, and block until all of them serve. A `with` block does it for you.
+        """Start the daemons again after stop(), and block until all of them serve. Does nothing while they run.
 
         ```python
-        cluster = smb.LocalCluster(servers=1).start()
-        client = smb.connect(cluster.address)
-        client.close()
+        cluster = smb.LocalCluster(servers=1)
+        cluster.stop()
+        cluster.start()  # other daemons; without data_dir they have nothing of the former ones
         cluster.stop()
         ```
         """
+        if self._end is not None:
+            return self
+        # Nothing below refers to this object, so a cluster that nobody refers to any more ends.
+        self._end = weakref.finalize(self, _end, os.getpid(), self._daemons, self._directories)
+        self._end.atexit = False  # _end_all() does it, after clients have left
+        _clusters.add(self)
+        self.servers.clear()
         # Remove directories of clusters whose processes were killed and could not remove them.
         for root in (_MEMORY_ROOT, Path(tempfile.gettempdir())):
             sweep(root, f"{_PREFIX}-*-*")
@@ -252,6 +268,7 @@ class LocalCluster:
                 options["session_lease"] = str(self._session_lease)
             options |= self._access("coordinator")
             self.coordinator = Daemon("smb.tools.cli.main coordinator", "coordinator", options, private, held)
+            self._daemons.append(self.coordinator)
             self.coordinator.spawn()
             self.coordinator.wait_ready(deadline)
             host = parse_address(self._listen)[0]
@@ -269,6 +286,7 @@ class LocalCluster:
                     "memory_dir": memory,
                 }
                 self.servers.append(Daemon("memserver", name, options, private, held))
+                self._daemons.append(self.servers[-1])
                 self.servers[-1].spawn()
             for server in self.servers:
                 server.wait_ready(deadline)
@@ -311,16 +329,25 @@ class LocalCluster:
         cluster.stop()
         ```
         """
-        for server in self.servers:
-            server.ask_to_end()
-        for daemon in [*self.servers, *([self.coordinator] if hasattr(self, "coordinator") else [])]:
-            with contextlib.suppress(ProcessLookupError):
-                daemon.release()
-        for directory in self._directories:
-            directory.remove()
-        self._directories.clear()
+        end, self._end = self._end, None
+        if end is not None and (detached := end.detach()):  # a finalizer itself does nothing any more at exit
+            _, function, arguments, _ = detached
+            function(*arguments)
         if self._kept is not None:
             self._kept.close()
+
+    def __repr__(self) -> str:
+        state = f"{len(self.servers)} memory server{'s'[: len(self.servers) > 1]}" if self._end else "stopped"
+        return f"<smb.LocalCluster {self.address}, {state}>"
+
+    def _repr_html_(self) -> str:
+        servers = ", ".join(f"{server.name} ({'runs' if server.running else 'ended'})" for server in self.servers)
+        page = f"http://{self.coordinator.metrics}/"
+        row = {"address": self.address, "page": page, "state": "runs" if self._end else "stopped", "servers": servers}
+        return described("LocalCluster", row)
+
+    def __reduce__(self) -> NoReturn:
+        refuse_pickle(repr(self), f"call smb.connect({self.address!r})")
 
     def __enter__(self) -> LocalCluster:
         return self.start()
@@ -329,6 +356,31 @@ class LocalCluster:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stop()
+
+
+# Clusters that run.
+_clusters: weakref.WeakSet[LocalCluster] = weakref.WeakSet()
+
+
+@at_exit(AtExit.CLUSTERS)
+def _end_all() -> None:
+    for cluster in list(_clusters):
+        cluster.stop()
+
+
+def _end(owner: int, daemons: list[Daemon], directories: list[HeldDirectory]) -> None:
+    """End the daemons of a cluster, the coordinator last, and remove their files. Does nothing in a child of fork."""
+    if os.getpid() != owner:
+        return
+    for daemon in daemons[1:]:
+        daemon.ask_to_end()
+    for daemon in [*daemons[1:], *daemons[:1]]:
+        with contextlib.suppress(ProcessLookupError):
+            daemon.release()
+    for directory in directories:
+        directory.remove()
+    daemons.clear()
+    directories.clear()
 
 
 def _launch(

@@ -17,6 +17,7 @@ from smb.call.async_order import AsyncCalls, Turns
 from smb.call.lock_renewals import Renewals
 from smb.call.published_states import PublishedStates
 from smb.call.sync_requests import SESSION_ENDED
+from smb.config.at_exit import AtExit, at_exit
 from smb.config.conditions import event
 from smb.config.limits import RENEWALS_PER_LEASE
 from smb.engine import AsyncOperations, EngineClient, EngineError, Link, Switch
@@ -96,20 +97,37 @@ class ClusterSession:
         self.session_ended = False
         self.reports: dict[object, Callable[[], pb.TrainingReport]] = {}  # a report of each training, for dashboards
         self.published = PublishedStates()
-        self._stop = event()
+        self._stop = event()  # of the renewal: the session was closed or garbage-collected
         self._renewal = threading.Thread(
             target=_renew,
             args=(weakref.ref(self), self._stop, self.coordinator, session_id, self.name, lease),
             name="smb-session",
             daemon=True,
         )
+        weakref.finalize(self, self._stop.set).atexit = False  # a session that nobody can use any more ends at once
         self._renewal.start()
+        _sessions.add(self)
+        _renewals.add(self._renewal)
 
     def hurry(self, seconds: float) -> None:
         """Limit the timeout of each later call to `seconds`. Raises as check_open() does."""
         self.check_open()
         self.timeout = min(self.timeout, seconds)
         self.timeout_ms = max(1, round(self.timeout * 1000))
+
+    def has_ended(self) -> bool:
+        """Whether the session has ended without close(), as the coordinator says. Raises Error if it does not say."""
+        if not self.session_ended and not self._closed:
+            try:
+                self.coordinator.renew_session(self._session_id, self.name, self.timeout)
+            except SessionEndedError:
+                self._ended()
+        return self.session_ended
+
+    def _ended(self) -> None:
+        self.session_ended = True
+        self.switch.open = False
+        self.engine.close()
 
     def check_open(self) -> None:
         """Raise UnavailableError if the client was closed or its session has ended, Error in a child of fork."""
@@ -216,6 +234,28 @@ class ClusterSession:
         return True
 
 
+# Sessions that are open, and the threads that renew them or end what was garbage-collected.
+_sessions: weakref.WeakSet[ClusterSession] = weakref.WeakSet()
+_renewals: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+
+
+@at_exit(AtExit.SESSIONS)
+def _close_all() -> None:
+    for session in list(_sessions):
+        session.close()
+    for renewal in list(_renewals):
+        renewal.join(_CLOSE_S)
+
+
+def _end(coordinator: Coordinator, session_id: int) -> None:
+    """End a session that was garbage-collected."""
+    try:
+        coordinator.close_session(session_id, _CLOSE_S, [])
+    except Error as error:
+        _log.debug("the session ends with its lease: %s", error)
+    coordinator.close()
+
+
 # Kept because os.getpid() is a system call, and every small operation needs the value.
 _current_pid = os.getpid()
 
@@ -299,12 +339,13 @@ def _renew(
         every_s = lease / RENEWALS_PER_LEASE
         report_s = _REPORT_S if every_s <= _OFTEN_S else every_s
         due_s = max(0.0, min(looked_at + report_s, renewed_at + every_s) - time.monotonic())
-        if stop.wait(min(due_s, coordinator.tokens.next_s())):
-            return
+        stopped = stop.wait(min(due_s, coordinator.tokens.next_s()))
         looked_at = time.monotonic()
         ours = session()
         if ours is None:
-            coordinator.close()
+            _end(coordinator, session_id)
+            return
+        if stopped:
             return
         coordinator.tokens.renew()
         reports, states = _collected(ours.reports), ours.published.reports(_REPORTS_MAX)
@@ -323,9 +364,7 @@ def _renew(
             _log.error("%s", error)
             ours = session()
             if ours is not None:
-                ours.session_ended = True
-                ours.switch.open = False
-                ours.engine.close()
+                ours._ended()
             return
         except Error as error:
             _log.debug("the session was not renewed: %s", error)

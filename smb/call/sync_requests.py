@@ -448,5 +448,6 @@ def raise_fences(homes: Sequence[Home], lock: int, token: int, asked: str) -> No
 
 
 SESSION_ENDED = (
-    "this client's session has ended (its lease ran out while the process was stopped?); call smb.connect again"
+    "this client's session has ended (its lease ran out while the process was stopped?); call client.reconnect(), or "
+    "smb.connect again"
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import logging
 import weakref
@@ -10,6 +9,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from smb.config.at_exit import AtExit, at_exit
 from smb.config.log import TRAINING
 from smb.errors import Error, InvalidArgumentError, NotFoundError
 from smb.rpc import control_pb2 as pb
@@ -187,9 +187,9 @@ class Membership:
         self.abandon()
 
 
-@atexit.register
+@at_exit(AtExit.TRAININGS)
 def _leave_all() -> None:
-    """Leave all trainings before the clients are closed (smb.client), so that the others need not wait.
+    """Leave all trainings, so that the others need not wait.
 
     Does not wait for other workers, and sends nothing more.
     """

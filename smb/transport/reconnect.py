@@ -406,6 +406,8 @@ def refused(location: SegmentLocation, error: EngineError) -> Error:
         )
     if error.status in (Status.VERSION, Status.PROTOCOL):
         return TransportError(text)
+    if error.status is Status.SESSION_ENDED:
+        text += "; call client.reconnect(), or smb.connect again"
     return UnavailableError(text)
 
 

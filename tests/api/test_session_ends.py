@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import smb
 from smb.config.parse import parse_address
 from smb.rpc import control_pb2 as pb
 from smb.rpc.coordinator_client import Coordinator, SessionEndedError
+from smb.spi import session_of
 from tests.support.daemons import Daemon, Daemons, running_daemons, wait_for
 from tests.support.memory_server import coordinator_stub
 from tests.support.raw import Frame, Opcode, RawClient, Status
+from tests.support.transports import FAR
 
 SESSION_ENDED = 12  # csrc/smb/types.h
 LEASE = ("--session-lease", "1")
@@ -78,3 +83,73 @@ def test_an_end_outlives_the_coordinator(daemons: Daemons) -> None:
         assert let_in(server, session)
         daemons.coordinator(address, None, *LEASE)
         wait_for(lambda: not let_in(server, session), "end of the session")
+
+
+LEAVES = """
+import smb, sys
+print(smb.connect(sys.argv[1]).open("w").read().sum())
+kept = smb.connect(sys.argv[1]).open("w")  # its client is gone, and its session is not
+"""
+
+
+def test_who_ends_in_order_is_not_counted_as_lost(daemons: Daemons) -> None:
+    """A client without a variable is closed when nobody can use it any more, at the latest with the process."""
+    coordinator = daemons.coordinator()
+    server = daemons.memory_server(coordinator.address, "a")
+    assert server.address
+    with smb.connect(coordinator.address) as client:
+        buffer = client.create("w", 10)
+        subprocess.run([sys.executable, "-c", LEAVES, coordinator.address], check=True, timeout=60)
+        assert coordinator.metric("smb_coordinator_sessions") == 1
+        other = smb.connect(coordinator.address).open("w")
+        assert coordinator.metric("smb_coordinator_sessions") == 2
+        assert other.read().sum() == 0
+        del other
+        wait_for(lambda: coordinator.metric("smb_coordinator_sessions") == 1, "end of the session")
+        assert buffer.read().sum() == 0
+
+
+def test_a_session_that_has_ended_is_taken_up_again(daemons: Daemons) -> None:
+    """As after a night's sleep: buffers go on, what was deleted does not, locks are free, and a second call does
+    nothing.
+    """
+    coordinator = daemons.coordinator()
+    server = daemons.memory_server(coordinator.address, "a")
+    assert server.address
+    with smb.connect(coordinator.address, transport=FAR) as client, smb.connect(coordinator.address) as other:
+        kept, gone, moved = (client.create(name, 10) for name in ("kept", "gone", "moved"))
+        versions = client.create("versions", 10, versions=2)
+        lock, fence = client.lock("one", ttl=60).acquire(), kept.lock(ttl=60).acquire()
+        kept.fill(1)
+        client.reconnect()  # nothing has ended
+        kept.accumulate(np.ones(10, np.float32), fence=fence)
+        session = session_of(client)
+        session.coordinator.close_session(session._session_id, 10.0)  # what its lease does after a while
+        wait_for(lambda: not let_in(server, session._session_id), "end of the session")
+        other.delete("gone")
+        other.rename("moved", "elsewhere")
+        with other.lock("one", timeout=10):
+            pass
+        with pytest.raises(smb.UnavailableError, match=r"session has ended.*call client\.reconnect\(\)"):
+            kept.read()
+        client.reconnect()
+        assert kept.read().tolist() == [2] * 10
+        assert kept.read_async().result().sum() == 20
+        assert moved.name == "elsewhere"
+        moved[:] = 3
+        assert versions.publish(np.full(10, 4, np.float32)) == 1
+        with pytest.raises(smb.NotFoundError, match="gone"):
+            client.open("gone")
+        with pytest.raises(smb.Error):
+            gone.read()
+        for lost in (lambda: kept.accumulate(np.ones(10, np.float32), fence=fence), lock.check):
+            with pytest.raises(smb.Error):
+                lost()
+        with kept.lock(timeout=10) as again:
+            kept.accumulate(np.ones(10, np.float32), fence=again)
+        client.reconnect()
+        assert kept.read().tolist() == [3] * 10
+        session = session_of(client)
+    with pytest.raises(smb.UnavailableError, match="closed"):
+        client.reconnect()
+    wait_for(lambda: coordinator.metric("smb_coordinator_sessions") == 0, "end of all sessions")

@@ -65,7 +65,8 @@ def test_killed_clients_leave_nothing(memory: Path, transport: str) -> None:
             adder.close()
         before = buffer.read()
         buffer.accumulate(np.ones(1 << 20, np.int64))
-        assert (buffer.read() == before + 1).all()
+        changed = buffer.read() - before
+        assert (changed == 1).all(), (np.unique(changed), np.unique(before), np.flatnonzero(changed != 1)[[0, -1]])
         assert len(segments(memory)) == 2
         client.delete("w")
         assert segments(memory) == []
@@ -131,6 +132,54 @@ def test_a_cluster_leaves_nothing() -> None:
     assert not any(is_running(pid) for pid in pids)
     assert not any(directory.exists() for directory in directories)
     cluster.stop()
+
+
+def test_a_cluster_without_a_block_ends_with_its_last_reference() -> None:
+    """It runs as soon as it is made, start() and stop() may be called again, and a child of fork does not end it."""
+    cluster = smb.LocalCluster(servers=1, capacity="16MiB")
+    assert cluster.start() is cluster
+    with smb.connect(cluster.address) as client:
+        assert [server.alive for server in client.servers()] == [True]
+    child = os.fork()
+    if child == 0:
+        del cluster
+        gc.collect()
+        os._exit(0)
+    os.waitpid(child, 0)
+    first = [cluster.coordinator.pid, cluster.servers[0].pid]
+    assert all(is_running(pid) for pid in first)
+    cluster.stop()
+    assert not any(is_running(pid) for pid in first)
+    assert "stopped" in repr(cluster)
+    cluster.start()
+    with smb.connect(cluster.address) as client:
+        assert [server.name for server in client.servers()] == ["server-0"]
+    pids, directory = [cluster.coordinator.pid, cluster.servers[0].pid], cluster.memory_directory
+    del cluster
+    gc.collect()
+    assert not any(is_running(pid) for pid in pids)
+    assert not directory.exists()
+
+
+SCRIPT = """
+import numpy as np, smb, smb.train
+cluster = smb.LocalCluster(servers=1, capacity="16MiB")
+client = smb.connect(cluster.address)
+worker = smb.train.join(client, "run", np.zeros(10, np.float32), smb.train.LocalSGD(every=2))
+worker.step(samples=1)
+print(cluster.coordinator.pid, cluster.servers[0].pid, cluster.memory_directory)
+"""
+
+
+def test_a_script_that_closes_nothing_leaves_nothing() -> None:
+    """At its exit: trainings first, then sessions, then the cluster, with no word about what is gone."""
+    ended = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=60, check=True)
+    coordinator, server, directory = ended.stdout.split()
+    assert "WARNING" not in ended.stderr, ended.stderr
+    assert "ERROR" not in ended.stderr, ended.stderr
+    assert not is_running(int(coordinator))
+    assert not is_running(int(server))
+    assert not Path(directory).exists()
 
 
 def is_running(pid: int) -> bool:

@@ -11,7 +11,7 @@ import smb
 from smb.engine import DirectTarget, direct
 
 CLIENT = """
-    address barrier close create delete displace empty list lock name open queue relay rename rename_folder
+    address barrier close create delete displace empty list lock name open queue reconnect relay rename rename_folder
     serve_metrics servers stop_relays submit timeout
 """
 BUFFER = """

@@ -47,6 +47,7 @@ _FRAMES = "speaks the TCP protocol itself"
 _TRAINING = "built on calls that run over verbs; minutes of PyTorch in the virtual machine"
 
 LEFT_OUT = {
+    "api/test_as_arrays.py": "is read() and write(), which tests/api/test_calls.py calls over verbs",
     "api/test_docstring_examples.py": "each shows a call that other files run over verbs",
     "api/test_drain.py": _TWO_COPIES,
     "api/test_errors.py": "most of it is about arguments; what is about a transport is in test_reconnect.py",
@@ -111,6 +112,7 @@ LEFT_OUT = {
     "ops/test_plan.py": _ELSEWHERE,
     "ops/test_prometheus.py": _ELSEWHERE,
     "ops/test_tutorials.py": _ELSEWHERE,
+    "ops/test_notebook.py": _ELSEWHERE,
     "ops/test_ray.py": "starts daemons where Ray says; over which transport is the daemons' own",
     "ops/test_supervised_daemons.py": _ELSEWHERE,
     "ops/test_top_in_tmux.py": "asks the coordinator alone",
@@ -129,6 +131,7 @@ LEFT_OUT = {
     "regressions/test_quarantined_copies_of_idle_locks.py": _ELSEWHERE,
     "regressions/test_room_beside_lost_memory.py": _ELSEWHERE,
     "regressions/test_size_of_what_moves_together.py": _ELSEWHERE,
+    "regressions/test_interrupted_creation.py": "is about the coordinator",
     "regressions/test_interrupts_of_async_calls_and_locks.py": "is about Python between the calls",
     "regressions/test_names_with_several_addresses.py": "is about names of TCP addresses",
     "regressions/test_residuals_in_turn.py": _ELSEWHERE,

@@ -1,0 +1,56 @@
+"""The coordinator's description of a memory server."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class QuarantinedInfo:
+    """Memory that a server keeps although no record of the coordinator accounts for it.
+
+    It takes `nbytes` of the server's capacity. `buffer` is the name of the buffer with this segment, or empty.
+    """
+
+    segment_id: int
+    buffer: str
+    nbytes: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ServerInfo:
+    """A memory server as the coordinator sees it. Sizes are bytes; `last_seen` is seconds since 1970.
+
+    - `used` counts whole segment files, which are a little larger than their data.
+    - `alive` is true while the server's lease runs. `unheard` is true if the coordinator that leads now has not heard
+      of the server yet; it may be alive.
+    - `weight` is the server's share of a new buffer's traffic, relative to the other servers.
+    - `zone` is the location that the server was given.
+    - `draining`: the server gets no new memory and gives up what it has.
+    - `quarantined` lists memory that no record accounts for. It is empty for clients that are limited to namespaces.
+    """
+
+    name: str
+    address: str
+    alive: bool
+    capacity: int
+    used: int
+    segments: int
+    last_seen: float
+    metrics: str
+    weight: float = 1.0
+    zone: str = ""
+    draining: bool = False
+    unheard: bool = False
+    quarantined: tuple[QuarantinedInfo, ...] = ()
+
+    @property
+    def may_live(self) -> bool:
+        """True if the server is alive, or the coordinator has not heard of it yet."""
+        return self.alive or self.unheard
+
+    @property
+    def free(self) -> int:
+        """Free capacity in bytes."""
+        return max(0, self.capacity - self.used)
