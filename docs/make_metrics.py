@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from smb.daemon.metric_names import CLIENT, COORDINATOR, NAMED_MAX, SECURED, SERVER, TRAINING, Description
+from smb.daemon.metric_names import CLIENT, COORDINATOR, NAMED_MAX, ON_ETCD, SECURED, SERVER, TRAINING, Description
 
 PAGE = Path(__file__).parent / "metrics.md"
 _HEAD = f"""# Metrics
@@ -57,6 +57,7 @@ def page() -> str:
         (
             _table("Memory server", "Of each `smb-memserver`.", SERVER),
             _table("Coordinator", "Of `smb coordinator`.", COORDINATOR),
+            _table("On etcd", "Of each coordinator with its records in etcd.", ON_ETCD),
             _table("With credentials", "Of each daemon with credentials.", SECURED),
             _table("Client", "Of each process that serves them.", CLIENT),
             _table("Training", "Of `smb.train.Collector`.", TRAINING),

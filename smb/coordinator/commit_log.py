@@ -45,7 +45,7 @@ from smb.coordinator.store import MIGRATION, SEQUENCE, Store, StoreError
 from smb.errors import UnavailableError
 
 _log = logging.getLogger("coordinator")
-_BUFFER, _SERVER, _SESSION = "buffer/", "server/", "session/"
+_BUFFER, SERVER, _SESSION = "buffer/", "server/", "session/"
 _FLOOR = "lock/floor"
 _PROBE = "probe"  # a key without meaning, written to find out whether the store works
 _TERMS = "lineage/terms"
@@ -256,9 +256,9 @@ def _changes(effects: Sequence[Effect]) -> dict[str, str | None]:
             case EraseBuffer(key):
                 changes[_BUFFER + key] = None
             case SaveServer(server):
-                changes[_SERVER + server.name] = server.to_json()
+                changes[SERVER + server.name] = server.to_json()
             case EraseServer(name):
-                changes[_SERVER + name] = None
+                changes[SERVER + name] = None
             case SaveSession(session):
                 changes[f"{_SESSION}{session.id:016x}"] = session.to_json()
             case EraseSession(session_id):
@@ -279,7 +279,7 @@ def _read(texts: dict[str, str], session_lease_s: float, stripe_bytes: int, quot
         )
     try:
         buffers = [BufferRecord.from_json(text) for key, text in texts.items() if key.startswith(_BUFFER)]
-        servers = [ServerRecord.from_json(text) for key, text in texts.items() if key.startswith(_SERVER)]
+        servers = [ServerRecord.from_json(text) for key, text in texts.items() if key.startswith(SERVER)]
         sessions = [SessionRecord.from_json(text) for key, text in texts.items() if key.startswith(_SESSION)]
         token_floor = int(texts.get(_FLOOR, "0"))
         lineage = Lineage.of(texts.get(_TERMS, ""), texts.get(SEQUENCE, ""))

@@ -27,6 +27,7 @@ class Health:
         self._address = address
         self._clock = clock
         self._ticked_at = clock()
+        self._etcd_heard_at: float | None = None
         self._led: tuple[CommitLog, Store, Callable[[], bool]] | None = None
         self._leader = ""
         self._trouble = ""
@@ -34,6 +35,10 @@ class Health:
     def ticked(self) -> None:
         """Record that the loop runs."""
         self._ticked_at = self._clock()
+
+    def heard_etcd(self) -> None:
+        """Record that a member of etcd answered."""
+        self._etcd_heard_at = self._clock()
 
     def lead(self, commit_log: CommitLog, store: Store, holds: Callable[[], bool]) -> None:
         """Record that this coordinator leads while `holds` returns True."""
@@ -56,6 +61,12 @@ class Health:
     def tick_age_s(self) -> float:
         """Seconds since the last tick of the loop."""
         return self._clock() - self._ticked_at
+
+    @property
+    def etcd_silent_s(self) -> float | None:
+        """Seconds since etcd last answered, or since the start; None if the records are not in etcd."""
+        heard_at = self._etcd_heard_at
+        return None if heard_at is None else self._clock() - heard_at
 
     @property
     def alive(self) -> bool:
@@ -87,6 +98,8 @@ class Health:
             "tick_age_s": round(self.tick_age_s, 3),
             "store": "failing" if failing else "ok",
         }
+        if (silent_s := self.etcd_silent_s) is not None:
+            shown["etcd_silent_s"] = round(silent_s, 3)
         if led is None:
             return shown
         state, now = led[0].state, led[0].now()

@@ -20,8 +20,9 @@ from smb.coordinator.events import Event, Instant, SaveBuffer, TellEnded, Ticked
 from smb.coordinator.front import Front
 from smb.coordinator.health import Health
 from smb.coordinator.idle_names import IdleNames
+from smb.coordinator.known_pages import KnownPages
 from smb.coordinator.memserver_client import MemoryServers
-from smb.coordinator.metrics import LeaseMetrics, StateMetrics, targets
+from smb.coordinator.metrics import LeaseMetrics, StateMetrics
 from smb.coordinator.mirrors import Mirrors
 from smb.coordinator.options import CoordinatorOptions
 from smb.coordinator.outside import Outside
@@ -61,6 +62,7 @@ class ShownLeader:
     """The source of the pages, which changes with the leader."""
 
     leading: Leading | None = None
+    known: KnownPages = field(default_factory=KnownPages)  # what etcd says of the other daemons
 
 
 class Leading:
@@ -149,8 +151,6 @@ class Leading:
 
     def page(self, path: str, query: str) -> Answer | None:
         """Return the answer to GET path?query; None if no such page exists."""
-        if path == "/targets":
-            return Answer("200 OK", "application/json", targets(self.commit_log.state, self._around.pages_address()))
         return self._dashboard(path, query)
 
 

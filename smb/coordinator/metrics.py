@@ -4,7 +4,6 @@ scraped, so they cannot go stale.
 
 from __future__ import annotations
 
-import json
 import time
 from collections import Counter as Counts
 from collections.abc import Callable, Iterator
@@ -75,6 +74,9 @@ class HealthMetrics(Collector):
         free = self._health.state_free_bytes()
         if free is not None:
             yield gauge("smb_coordinator_state_free_bytes", free)
+        silent_s = self._health.etcd_silent_s
+        if silent_s is not None:
+            yield gauge("smb_coordinator_etcd_silent_seconds", silent_s)
 
 
 class StateMetrics(Collector):
@@ -149,17 +151,3 @@ def _by_buffer(state: State) -> Metric:
     if len(sizes) > NAMED_MAX:
         family.add_metric([OTHER], sum(nbytes for nbytes, _ in sizes[NAMED_MAX:]))
     return family
-
-
-def targets(state: State, coordinator: str) -> bytes:
-    """Return Prometheus's targets, as its HTTP and file service discovery take them: this coordinator, with its pages
-    at `coordinator`, and each known memory server. Dead servers stay in the list, so that an alert can fire when they
-    do not answer.
-    """
-    found = [{"targets": [coordinator], "labels": {"smb_role": "coordinator"}}]
-    found += [
-        {"targets": [server.metrics_address], "labels": {"smb_role": "server", "server": name}}
-        for name, server in sorted(state.servers.items())
-        if server.metrics_address
-    ]
-    return json.dumps(found, indent=1).encode() + b"\n"

@@ -17,6 +17,7 @@ from smb.config.host_address import reachable
 from smb.config.parse import format_address, parse_address
 from smb.coordinator.front import Front
 from smb.coordinator.health import Health
+from smb.coordinator.known_pages import pages_of, targets
 from smb.coordinator.leader import Around, Leading, ShownLeader, cancel, end_if_failed
 from smb.coordinator.limits import SERVERS_MAX
 from smb.coordinator.metrics import CallMetrics, HealthMetrics, LeaseMetrics
@@ -112,19 +113,25 @@ async def _start(options: CoordinatorOptions, leaving: AsyncExitStack) -> None:
         registry.register(ExpiryMetrics(Current(options.credentials).now))
 
     def route(path: str, query: str) -> Answer | None:
-        leading = shown.leading
+        leading, known = shown.leading, shown.known
+        if path == "/targets":
+            servers = known.servers if leading is None else pages_of(leading.commit_log.state)
+            if servers is not None:
+                return Answer("200 OK", "application/json", targets(own_pages(), known, servers))
         if leading is not None:
             return leading.page(path, query) or Answer("404 Not Found", "text/plain", _PATHS)
-        text = f"This coordinator stands by. The leader: {front.leader or 'not known'}\n"
+        its_pages = known.coordinators.get(front.leader)
+        there = f", whose page is http://{its_pages}/" if its_pages else ""
+        text = f"This coordinator stands by. The leader: {front.leader or 'not known'}{there}\n"
         return Answer("503 Service Unavailable", "text/plain", text.encode())
+
+    def own_pages() -> str:
+        return _shown_to_others(pages.address, host)
 
     admit = admission(options.metrics, options.metrics_token_file, insecure=options.insecure, names=(host,))
     pages = Pages(options.metrics, registry, health.show, route, admit)
     leaving.callback(pages.close)
-    around = Around(
-        options, front, health, registry, LeaseMetrics(registry), lambda: _shown_to_others(pages.address, host),
-        servers_port=servers_port,
-    )  # fmt: skip
+    around = Around(options, front, health, registry, LeaseMetrics(registry), own_pages, servers_port=servers_port)
     if store is not None:
         shown.leading = await Leading.open(around, store, lambda: True, 1, leaving)
         await _start_all(listening)

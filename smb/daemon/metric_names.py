@@ -215,6 +215,13 @@ COORDINATOR: tuple[Description, ...] = (
     _gauge("smb_coordinator_start_time_seconds", "Start of this process, in seconds since 1970."),
 )
 
+ON_ETCD: tuple[Description, ...] = (
+    _gauge(
+        "smb_coordinator_etcd_silent_seconds",
+        "Seconds since etcd last answered this coordinator, which asks at least every 5 s.",
+    ),
+)
+
 SECURED: tuple[Description, ...] = (
     _gauge(
         "smb_certificate_expiry_timestamp_seconds",
@@ -294,7 +301,7 @@ TRAINING: tuple[Description, ...] = (
 )
 
 METRICS: Mapping[str, Description] = {
-    found.name: found for group in (SERVER, COORDINATOR, SECURED, CLIENT, TRAINING) for found in group
+    found.name: found for group in (SERVER, COORDINATOR, ON_ETCD, SECURED, CLIENT, TRAINING) for found in group
 }
 
 

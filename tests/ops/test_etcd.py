@@ -10,6 +10,7 @@ import signal
 import subprocess
 import threading
 import time
+import urllib.error
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -197,6 +198,50 @@ def test_a_stopped_leader_answers_nobody_afterwards(etcd: EtcdCluster, daemons: 
             assert late != ["deleted"]
             assert {info.name for info in client.list()} == {"before", "after"}
             wait_for(lambda: two.health(leader).get("leadership") == "standby", "the stopped one to stand by")
+
+
+def _targets(daemon: Daemon) -> set[tuple[str, str]]:
+    """Return what a coordinator lists for Prometheus: role and address; nothing while it answers otherwise."""
+    with contextlib.suppress(OSError):
+        found = json.loads(daemon.page("/targets"))
+        return {(each["labels"]["smb_role"], address) for each in found for address in each["targets"]}
+    return set()
+
+
+def test_a_standby_lists_all_daemons(etcd: EtcdCluster, daemons: Daemons) -> None:
+    """Who leads and who stands by list the same daemons for Prometheus, also while etcd is cut off and after the leader
+    was killed; a coordinator that stopped in order is listed no more. A standby is well, and says in its metrics how
+    it is. The list is made anew every 5 s, so this takes some times 5 s."""
+    gate = Gate(etcd.addresses)
+    with contextlib.closing(gate), coordinators(daemons, gate.address, "roster") as two:
+        leader = two.leader()
+        standby = two.running[1 - leader]
+        (server,) = ready(daemons, two.address, "a")
+        pages = {("coordinator", each.metrics) for each in two.running}
+        everybody = pages | {("server", server.metrics)}
+        for daemon in two.running:
+            wait_for(lambda: _targets(daemon) == everybody, "the whole list")  # noqa: B023 - called at once
+        assert standby.metric("smb_coordinator_leads") == 0
+        assert standby.metric("smb_coordinator_etcd_silent_seconds") < 30
+        assert json.loads(standby.page("/livez"))["leadership"] == "standby"
+        assert json.loads(standby.page("/readyz"))["etcd_silent_s"] < 30
+        with pytest.raises(urllib.error.HTTPError) as told:
+            standby.page("/")
+        assert f"http://{two.running[leader].metrics}/" in told.value.read().decode()
+        gate.shut()
+        wait_for(lambda: standby.metric("smb_coordinator_etcd_silent_seconds") > 6, "the silence of etcd to be counted")
+        assert [_targets(each) for each in two.running] == [everybody, everybody]
+        gate.open()
+        wait_for(lambda: standby.metric("smb_coordinator_etcd_silent_seconds") < 6, "etcd to be heard again")
+        leader = two.leader()
+        two.running[leader].kill()
+        follower = two.running[two.leader(but=leader)]
+        wait_for(lambda: server.metric("smb_server_coordinator_connected") == 1, "the server at the new leader")
+        assert _targets(follower) == everybody
+        assert two.start(leader).address
+        assert two.running[leader].stop() == 0
+        left = {("coordinator", follower.metrics), ("server", server.metrics)}
+        wait_for(lambda: _targets(follower) == left, "the list without the one that stopped")
 
 
 def test_a_leader_that_is_cut_off_steps_down(etcd: EtcdCluster, daemons: Daemons) -> None:

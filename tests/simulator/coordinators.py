@@ -98,7 +98,7 @@ class CoordinatorProcess:
             listen=self.address, state="", metrics="", session_lease_s=SESSION_LEASE_S, idle_names_s=IDLE_NAMES_S,
             leader_lease_s=LEADER_LEASE_S,
         )  # fmt: skip
-        around = Around(options, self.front, health, registry, cast(Any, self), lambda: "", outside)
+        around = Around(options, self.front, health, registry, cast(Any, self), lambda: f"{self.name}:9470", outside)
         self.process.begin(self._run(around))
         world.network.listen(self.address, self.process, self._serve)
 

@@ -171,11 +171,13 @@ class Etcd:
         access: Access,
         connections: Connections | None = None,
         draw: Callable[[], float] = own_random.random,
+        heard: Callable[[], object] = lambda: None,
     ) -> None:
         """`connections`: how members are reached; None: over the network. `draw` returns numbers from 0 to 1, which
-        spread the pauses between tries.
+        spread the pauses between tries. `heard` is called after each answer, also if it refuses the request.
         """
         self._draw = draw
+        self._heard = heard
         self._endpoints = endpoints
         self._access = access
         self._token = ""
@@ -232,13 +234,16 @@ class Etcd:
             try:
                 if self._access.user and not self._token and not isinstance(request, pb.AuthenticateRequest):
                     await self._authenticate(left_s)
-                return await self._attempt(at, request, kind, min(ATTEMPT_S, max(left_s, 0.01)))
+                answer = await self._attempt(at, request, kind, min(ATTEMPT_S, max(left_s, 0.01)))
+                self._heard()
+                return answer
             except grpc.aio.AioRpcError as error:
                 code, details = error.code(), error.details() or ""
                 if any(text in details for text in _OLD_TOKEN) and not renewed:
                     self._token, renewed = "", True
                     continue
                 if code not in _PASSING and _BUSY not in details:
+                    self._heard()
                     raise RefusedError(
                         f"{self}: {details}", full="space exceeded" in details, repeated=bool(unanswered)
                     ) from None

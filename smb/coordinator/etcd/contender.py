@@ -11,8 +11,10 @@ from functools import partial
 from smb.config.backoff import Backoff
 from smb.coordinator.etcd.connection import Access, Etcd, EtcdLocation, RefusedError, SilentError
 from smb.coordinator.etcd.election import Lead, campaign, leader_of
+from smb.coordinator.etcd.roster import Roster
 from smb.coordinator.etcd.store import EtcdStore
-from smb.coordinator.leader import Around, Leading, ShownLeader, cancel
+from smb.coordinator.known_pages import pages_of
+from smb.coordinator.leader import Around, Leading, ShownLeader, cancel, end_if_failed
 from smb.coordinator.options import ETCD, CoordinatorOptions
 from smb.coordinator.store import DeposedError, StoreError
 from smb.daemon.process import notify
@@ -41,7 +43,16 @@ class Contender:
     ) -> None:
         self._location = location
         self._draw = lambda: around.outside.uniform(0, 1)
-        self._etcd = Etcd(location.endpoints, access, around.outside.connections, self._draw)
+        around.health.heard_etcd()  # its silence counts from now on
+        self._etcd = Etcd(location.endpoints, access, around.outside.connections, self._draw, around.health.heard_etcd)
+        self._roster = Roster(
+            self._etcd,
+            location,
+            around.front.address,
+            around.pages_address,
+            lambda: shown.leading is not None,
+            shown.known,
+        )
         self._lease_s = lease_s
         self._around = around
         self._shown = shown
@@ -50,6 +61,14 @@ class Contender:
 
     async def run(self) -> None:
         """Stand by and lead, in turns."""
+        listing = asyncio.create_task(self._roster.run())
+        listing.add_done_callback(partial(end_if_failed, self._around.outside))
+        try:
+            await self._contend()
+        finally:
+            await cancel(listing)
+
+    async def _contend(self) -> None:
         backoff = self._new_backoff()
         while True:
             try:
@@ -64,6 +83,7 @@ class Contender:
         return Backoff(_TROUBLE_FIRST_S, _TROUBLE_MAX_S, draw=self._draw)
 
     async def close(self) -> None:
+        await self._roster.close()
         await self._etcd.close()
 
     async def _stand_by(self) -> Lead | None:
@@ -100,7 +120,7 @@ class Contender:
                 _log.warning("%s", error)
                 return
             self._shown.leading = leading
-            leaving.callback(setattr, self._shown, "leading", None)
+            leaving.callback(self._step_down, leading)
             self.leader_known.set()
             self._complained = ""
             _log.info("leads, from revision %d of etcd on", lead.term)
@@ -108,6 +128,10 @@ class Contender:
             reason = await lead.lost
             _log.error("does not lead any more: %s", reason)
             around.health.stand_by("", reason)
+
+    def _step_down(self, leading: Leading) -> None:
+        self._shown.known.servers = pages_of(leading.commit_log.state)
+        self._shown.leading = None
 
     def _trouble(self, text: str) -> None:
         self._around.front.stand_by()

@@ -27,11 +27,16 @@ def records_range(location: EtcdLocation) -> tuple[bytes, bytes]:
     return f"{location.prefix}/r/".encode(), f"{location.prefix}/r0".encode()
 
 
-async def read_records(etcd: Etcd, location: EtcdLocation, page: int = _PAGE) -> dict[str, str]:
-    """Return all texts by key, read by pages. Only the leader may write meanwhile. Raises StoreError."""
+async def read_records(etcd: Etcd, location: EtcdLocation, page: int = _PAGE, below: str = "") -> dict[str, str]:
+    """Return all texts by key, or those whose keys begin with `below`, which ends with a slash. They are read by pages,
+    which fit together if only the caller may write. Raises StoreError.
+    """
     texts: dict[str, str] = {}
     begin, end = records_range(location)
     at = begin
+    if below:
+        at = begin + below.encode()
+        end = at[:-1] + b"0"  # the character after the slash
     while True:
         try:
             found = await etcd.range(pb.RangeRequest(key=at, range_end=end, limit=page), _READ_S)

@@ -6,6 +6,7 @@ import secrets
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -26,7 +27,9 @@ def targets(
     metrics: Annotated[
         str,
         typer.Argument(
-            metavar="HOST:PORT", envvar="SMB_COORDINATOR_METRICS", help="The coordinator's address for metrics."
+            metavar="HOST:PORT",
+            envvar="SMB_COORDINATOR_METRICS",
+            help="The coordinator's address for metrics; of several coordinators all, separated by commas.",
         ),
     ],
     output: Annotated[
@@ -42,15 +45,17 @@ def targets(
 ) -> None:
     """Print what Prometheus should scrape.
 
-    That is the coordinator and every memory server that it knows. If Prometheus can reach the coordinator, it needs no
-    file: http_sd_configs with http://HOST:PORT/targets.
+    That is all coordinators and every memory server that they know. Of several coordinators the first that answers is
+    asked. If Prometheus can reach them, it needs no file: http_sd_configs with http://HOST:PORT/targets for each.
 
     Example: smb targets 127.0.0.1:9470 --output targets.json
     """
-    parse_address(metrics)
+    addresses = metrics.split(",")
+    for address in addresses:
+        parse_address(address)
     while True:
         try:
-            found = _read(metrics)
+            found = _read_first(addresses)
         except UnavailableError:
             if not every:
                 raise  # when running on, the former file is the best there is
@@ -62,6 +67,17 @@ def targets(
         if not every:
             return
         time.sleep(every)
+
+
+def _read_first(addresses: Sequence[str]) -> str:
+    """Return the answer of the first coordinator that answers. Raises UnavailableError with what each one said."""
+    failures = []
+    for address in addresses:
+        try:
+            return _read(address)
+        except UnavailableError as error:
+            failures.append(str(error))
+    raise UnavailableError("; ".join(failures))
 
 
 def _read(metrics: str) -> str:
