@@ -65,7 +65,7 @@ CHECKER = $(if $(filter 1 3 5 7 9 b d f,$(shell git rev-parse HEAD 2>/dev/null |
 # Tests of tools and of prose, and models of the protocols: not by every commit, but by `make long` (and `make model`).
 NIGHTLY := tests/unit/support tests/unit/perf tests/unit/docs/test_documentation.py tests/api/test_docstring_examples.py tests/simulator \
 	tests/engine/model/test_models.py tests/ops/test_netlab.py tests/ops/deploy/test_wheel.py tests/ops/test_disaster_recovery.py \
-	tests/ops/test_tutorial_operator.py tests/ops/test_tutorials.py tests/ops/test_notebook.py
+	tests/ops/test_tutorial_operator.py tests/ops/test_tutorials.py tests/ops/test_notebook.py tests/ops/test_watched_leader.py
 
 # Two for each processor, since most tests wait for daemons, and at most eight. tests/conftest.py has the order of the files,
 # and which go to one process as a whole.

@@ -12,9 +12,10 @@ _HEAD = f"""# Metrics
 <!-- Made from smb/daemon/metric_names.py by `make metrics-page`. Change that file, not this page. -->
 
 Every daemon serves `GET /metrics` at its `--metrics` address. Prometheus learns the addresses from the coordinator, at
-`http://COORDINATOR:9470/targets`; `smb targets COORDINATOR:9470 --output FILE` writes the same into a file.
-[deploy/prometheus](../deploy/prometheus/prometheus.yml) has a configuration, recording rules and alerts, each with a
-[runbook](repair.md#alerts). [deploy/grafana](../deploy/grafana/make_dashboards.py) has four dashboards: import the JSON
+`http://COORDINATOR:9470/targets`; `smb targets COORDINATOR:9470 --output FILE` writes the same into a file. Of several
+coordinators give Prometheus all: each lists all daemons, whether it leads or stands by.
+[deploy/prometheus](../deploy/prometheus/prometheus.yml) has a configuration, recording rules and
+[alerts](#alerts). [deploy/grafana](../deploy/grafana/make_dashboards.py) has four dashboards: import the JSON
 files and choose the Prometheus. To try it:
 
     smb up                                             # its page is at http://127.0.0.1:9470/
@@ -43,6 +44,18 @@ by buffer, not by client.
 
 Counting costs the engine no lock and no atomic operation ([measured](../perf/results/instruments.md)). A client counts
 its calls only if it serves metrics.
+
+## Alerts
+
+Each alert has a [runbook](repair.md#alerts), the label `severity` (critical or warning), and the label `smb_cluster`,
+by which one Prometheus tells several clusters apart. The configuration sets `smb_cluster` for each job (in Kubernetes
+it is the namespace, in the chart `metrics.cluster`). For links to the runbooks, serve the page docs/repair.md where
+your people can open it (`make docs` makes the site), and name it in Prometheus's configuration; the chart has
+`metrics.runbooks`:
+
+    global:
+      external_labels: {{smb_runbooks: "https://docs.example.com/smb/repair.html"}}
+
 """
 
 

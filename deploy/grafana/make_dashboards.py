@@ -5,6 +5,7 @@ they are made and not edited.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,13 @@ CLUSTER: list[Panel] = [
         "Free part of the live servers' capacity.",
         "percentunit",
         [("cluster:smb_free:ratio", "free")],
+        "stat",
+    ),
+    (
+        "Coordinators",
+        "Coordinators that answer, and those that lead.",
+        "short",
+        [("count(smb_coordinator_leads)", "answer"), ("sum(smb_coordinator_leads)", "lead")],
         "stat",
     ),
     ("Clients", "Sessions whose lease runs.", "short", [("smb_coordinator_sessions", "clients")], "stat"),
@@ -407,6 +415,17 @@ TRAINING: list[Panel] = [
 ]
 
 
+# Each name of a series, with the brace behind it if there is one.
+_SERIES = re.compile(r"(?<![\w:])((?:\w+:)?smb_\w+(?::\w+)?|ALERTS)(\{)?")
+
+
+def _of_cluster(expression: str) -> str:
+    """Return the expression with all its series limited to the chosen clusters."""
+    return _SERIES.sub(
+        lambda found: f'{found[1]}{{smb_cluster=~"$smb_cluster"' + (", " if found[2] else "}"), expression
+    )
+
+
 def _panel(number: int, panel: Panel, x: int, y: int, width: int, height: int) -> dict[str, Any]:
     title, text, unit, expressions, kind = panel
     return {
@@ -418,7 +437,7 @@ def _panel(number: int, panel: Panel, x: int, y: int, width: int, height: int) -
         "gridPos": {"x": x, "y": y, "w": width, "h": height},
         "fieldConfig": {"defaults": {"unit": unit, "min": 0}, "overrides": []},
         "targets": [
-            {"refId": chr(ord("A") + i), "datasource": SOURCE, "expr": expression, "legendFormat": legend}
+            {"refId": chr(ord("A") + i), "datasource": SOURCE, "expr": _of_cluster(expression), "legendFormat": legend}
             for i, (expression, legend) in enumerate(expressions)
         ],
     }
@@ -464,7 +483,7 @@ def dashboard(name: str, panels: Sequence[Panel], variables: Sequence[dict[str, 
         "editable": True,
         "refresh": "10s",
         "time": {"from": "now-30m", "to": "now"},
-        "templating": {"list": [source, *variables]},
+        "templating": {"list": [source, _variable("smb_cluster", "up"), *variables]},
         "links": [
             {
                 "type": "dashboards",

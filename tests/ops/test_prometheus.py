@@ -87,7 +87,11 @@ def test_every_alert_has_a_test_and_a_runbook() -> None:
     assert sorted(h for h in headings if h.startswith("Smb")) == sorted(alert["alert"] for alert in alerts())
     for alert in alerts():
         assert f"alertname: {alert['alert']}" in tested
-        assert alert["annotations"]["runbook_url"] == f"docs/repair.md#{alert['alert'].lower()}"
+        place, _, anchor = alert["annotations"]["runbook_url"].partition("#")
+        assert anchor == alert["alert"].lower()
+        assert place == "{{ with $externalLabels.smb_runbooks }}{{ . }}{{ else }}docs/repair.md{{ end }}"
+        by = re.findall(r"\b(?:by|on) \((.*?)\)", alert["expr"])  # what is put together keeps the cluster's name
+        assert all("smb_cluster" in labels.split(", ") for labels in by), alert["alert"]
 
 
 def test_dashboards_are_whole() -> None:
@@ -101,6 +105,11 @@ def test_dashboards_are_whole() -> None:
         assert variables["datasource"]["type"] == "datasource"
         used = {name for panel in board["panels"] for name in re.findall(r"\$\{?(\w+)", json.dumps(panel))}
         assert used <= variables.keys()
+        expressions = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
+        series = [name for each in expressions for name in re.findall(r"(?:\w+:)?\bsmb_(?!cluster\b)[\w:]+\{?", each)]
+        assert series
+        assert all(name.endswith("{") for name in series)
+        assert all(each.count('{smb_cluster=~"$smb_cluster"') == each.count("{") for each in expressions)
         assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"])
         taken: set[tuple[int, int]] = set()
         for panel in board["panels"]:
@@ -122,8 +131,24 @@ def test_dashboards_are_whole() -> None:
 class Prometheus:
     """The real one, on the files that users get; scrapes each second, and alerts wait for one."""
 
-    def __init__(self, directory: Path, coordinator: str, client: str = "", token_file: Path | None = None) -> None:
-        config = (DEPLOY / "prometheus.yml").read_text().replace("COORDINATOR:9470", coordinator)
+    def __init__(
+        self,
+        directory: Path,
+        *coordinators: str,
+        client: str = "",
+        token_file: Path | None = None,
+        runbooks: str = "",
+        sooner: float | None = None,
+    ) -> None:
+        """`runbooks`: the address of the page that alerts link to. `sooner`: what their times are divided by;
+        without it each waits for one scrape."""
+        entry = re.compile(r"^ {6}- url: http://COORDINATOR.*?(?=^ {4}\w)", re.MULTILINE | re.DOTALL)
+        config = (DEPLOY / "prometheus.yml").read_text()
+        (written,) = entry.findall(config)
+        config = entry.sub("".join(written.replace("COORDINATOR:9470", each) for each in coordinators), config)
+        if runbooks:
+            config, marks = re.subn(r'# (external_labels:.*)"https.*"', rf'\1"{runbooks}"', config)
+            assert marks == 1
         if token_file is not None:  # as the file's head says
             config, marks = re.subn(r"# (authorization: .*)FILE", rf"\1{token_file}", config)
             assert marks == 3
@@ -131,8 +156,11 @@ class Prometheus:
         config = config.replace("refresh_interval: 15s", "refresh_interval: 1s")
         (directory / "prometheus.yml").write_text(config)
         shutil.copy(DEPLOY / "rules.yml", directory)
-        short = re.sub(r"for: \w+", f"for: {SCRAPES_S}s", (DEPLOY / "alerts.yml").read_text())
-        (directory / "alerts.yml").write_text(short)
+        short = yaml.safe_load((DEPLOY / "alerts.yml").read_text())
+        for rule in short["groups"][0]["rules"]:
+            for_s = int(rule["for"][:-1]) * {"s": 1, "m": 60}[rule["for"][-1]]
+            rule["for"] = f"{round(for_s / sooner) if sooner else SCRAPES_S}s"
+        (directory / "alerts.yml").write_text(yaml.safe_dump(short))
         (directory / "targets").mkdir()
         found = [{"targets": [client], "labels": {"smb_role": "client"}}] if client else []
         (directory / "targets" / "clients.json").write_text(json.dumps(found))
@@ -212,7 +240,8 @@ class Load:
 def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[smb.LocalCluster, Prometheus]]:
     with smb.LocalCluster(servers=2, capacity="32MiB") as cluster:
         load = Load(cluster)
-        prometheus = Prometheus(tmp_path_factory.mktemp("prometheus"), cluster.coordinator.metrics, load.pages.address)
+        place = tmp_path_factory.mktemp("prometheus")
+        prometheus = Prometheus(place, cluster.coordinator.metrics, client=load.pages.address)
         try:
             yield cluster, prometheus
         finally:
@@ -227,7 +256,7 @@ def test_every_expression_gives_data(watched: tuple[smb.LocalCluster, Prometheus
     _, prometheus = watched
     wait_for(lambda: len(prometheus.query("up == 1")) == 4, "its targets")
     queries = {
-        re.sub(r"\$\{?(server|buffer|group)\}?", ".*", target["expr"]): path.stem
+        re.sub(r"\$\{?(server|buffer|group|smb_cluster)\}?", ".*", target["expr"]): path.stem
         for path in DASHBOARDS
         for panel in panels(path)
         for target in panel["targets"]

@@ -111,6 +111,7 @@ LEFT_OUT = {
     "ops/test_page_over_http.py": _ELSEWHERE,
     "ops/test_plan.py": _ELSEWHERE,
     "ops/test_prometheus.py": _ELSEWHERE,
+    "ops/test_watched_leader.py": _ELSEWHERE,
     "ops/test_tutorials.py": _ELSEWHERE,
     "ops/test_notebook.py": _ELSEWHERE,
     "ops/test_ray.py": "starts daemons where Ray says; over which transport is the daemons' own",

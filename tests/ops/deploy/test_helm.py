@@ -162,13 +162,21 @@ def test_certificates_say_what_the_daemons_ask_for() -> None:
 
 
 def test_rules_are_those_of_prometheus() -> None:
-    """Braces of theirs are not Helm's."""
+    """Braces of theirs are not Helm's. The page that alerts link to, and the cluster's name, are values."""
     deploy = CHART.parent
     written = [yaml.safe_load((deploy / "prometheus" / name).read_text()) for name in ("rules.yml", "alerts.yml")]
     objects = rendered(FULL)
     assert one(objects, "PrometheusRule", "run")["spec"]["groups"] == [
         group for each in written for group in each["groups"]
     ]
+    named = rendered(
+        FULL | {"metrics": {"operator": True, "cluster": "east", "runbooks": "https://x.example/repair.html"}}
+    )
+    (rules,) = (each["spec"]["groups"] for each in named if each["kind"] == "PrometheusRule")
+    links = [rule["annotations"]["runbook_url"] for rule in rules[1]["rules"]]
+    assert links == [f"https://x.example/repair.html#{rule['alert'].lower()}" for rule in rules[1]["rules"]]
+    (end,) = one(named, "ServiceMonitor", "run")["spec"]["endpoints"]
+    assert {"targetLabel": "smb_cluster", "replacement": "east"} in end["relabelings"]
     monitoring = {each["kind"] for each in rendered(SMALL)} & OF_OPERATORS
     assert monitoring == set()
 

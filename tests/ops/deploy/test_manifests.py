@@ -145,12 +145,13 @@ def relabelled(rules: list[dict[str, Any]], found: dict[str, str]) -> dict[str, 
 @pytest.mark.parametrize("by", ["operator", "prometheus"])
 @pytest.mark.parametrize("role", ["coordinator", "server"])
 def test_targets_have_the_labels_that_alerts_and_dashboards_ask_for(by: str, role: str) -> None:
-    """As the coordinator's /targets tells: every daemon its role, a memory server its name, the coordinator none; by
-    the ServiceMonitor and by Prometheus' own discovery.
+    """As the coordinator's /targets tells: every daemon its role, a memory server its name, the coordinator none; and
+    all of them the cluster's name; by the ServiceMonitor and by Prometheus' own discovery.
     """
     stateful = "smb-memserver" if role == "server" else "smb-coordinator"
     own = one("StatefulSet", stateful)["spec"]["template"]["metadata"]["labels"]
     found = {f"__meta_kubernetes_pod_label_{re.sub('[^a-z]', '_', name)}": str(value) for name, value in own.items()}
+    found["__meta_kubernetes_namespace"] = "smb"
     found |= {"__meta_kubernetes_pod_name": f"{stateful}-0", "__meta_kubernetes_pod_container_port_name": "metrics"}
     if by == "operator":
         (end,) = one("ServiceMonitor", "smb", "monitoring")["spec"]["endpoints"]
@@ -160,6 +161,7 @@ def test_targets_have_the_labels_that_alerts_and_dashboards_ask_for(by: str, rol
         rules = written["scrape_configs"][0]["relabel_configs"]
     labels = relabelled(rules, found)
     labels.pop("namespace", None)
+    assert labels.pop("smb_cluster") == "smb"
     assert labels == {"smb_role": role} | ({"server": "smb-memserver-0"} if role == "server" else {})
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -42,6 +43,10 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     assert 'href="repository/examples/stock.py.html"' in first
     assert (tmp_path / "images/overview.svg").is_file()
     assert (tmp_path / "repository/examples/stock.py.html").is_file()
+    # Alerts link to their sections: docs/metrics.md, "Alerts".
+    alerts = re.findall(r"alert: (\w+)", (ROOT / "deploy/prometheus/alerts.yml").read_text())
+    sections = set(re.findall(r'<h3 id="(\w+)"', (tmp_path / "repair.html").read_text()))
+    assert {name.lower() for name in alerts} <= sections
     # Sources, tests and results are named by their path, and have no pages of their own.
     assert "<code>perf/results/table.md</code>" in (tmp_path / "comparison.html").read_text()
     assert {path.name for path in (tmp_path / "repository").iterdir() if path.is_dir()} <= {"examples", "perf"}
