@@ -56,6 +56,7 @@ your people can open it (`make docs` makes the site), and name it in Prometheus'
     global:
       external_labels: {{smb_runbooks: "https://docs.example.com/smb/repair.html"}}
 
+Without Prometheus, [`smb status --check`](commands.md#exit-codes) in a cron job says what is wrong.
 """
 
 

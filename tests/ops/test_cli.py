@@ -267,6 +267,42 @@ def test_status_shows_servers_and_totals(cluster: smb.LocalCluster) -> None:
     assert [server["alive"] for server in described["servers"]] == [True, True]
 
 
+def test_check_has_an_exit_code_for_cron(kept_port: int) -> None:
+    """0 while all is well; 1 for a server that is nearly full; 2 for one that is gone with data; 3
+    where no coordinator answers, as text and as JSON. The worst comes first, and what is not a problem is left out.
+    Waits for two reports of a server and for the end of its lease, 6 s.
+    """
+
+    def check(*options: str, of: str = "") -> tuple[int, list[str]]:
+        result = run_smb("status", "--check", *options, coordinator=of or cluster.address)
+        assert result.stderr == ""
+        return result.returncode, result.stdout.splitlines()
+
+    with smb.LocalCluster(servers=2, capacity="8MiB") as cluster, smb.connect(cluster.address) as client:
+        assert check() == (0, ["OK: 2 of 2 servers alive, 0 buffers"])
+        client.create("cli/large", (7_700_000,), "uint8", servers=[cluster.servers[0].name])
+        wait_for(lambda: check()[0] == 1, "the warning")
+        code, (head, line) = check()
+        assert (code, head) == (1, "WARNING: 2 of 2 servers alive, 1 buffer")
+        assert line.startswith("WARNING server-0 is nearly full. What to do: Delete buffers")
+        for server in cluster.servers:
+            server.kill()
+        wait_for(lambda: "0 of 2" in check()[1][0], "the end of their leases")
+        code, (head, line) = check()  # the other server holds nothing: that is a note
+        assert (code, head[:9]) == (2, "CRITICAL:")
+        assert line.startswith("CRITICAL server-0 is gone. What to do: On the server's host")
+        code, lines = check("--json")
+        told = json.loads("\n".join(lines))
+        assert (code, told["state"], told["problems"][0]["severity"]) == (2, "critical", "critical")
+        client.delete("cli/large")
+    code, (line,) = check(of=f"127.0.0.1:{kept_port}")
+    assert (code, line[:9]) == (3, "UNKNOWN: ")
+    assert str(kept_port) in line
+    code, lines = check("--json", of=f"127.0.0.1:{kept_port}")
+    assert (code, json.loads("\n".join(lines))["state"]) == (3, "unknown")
+    assert run_smb("status", "--chekc", coordinator=cluster.address).returncode == 2
+
+
 @pytest.mark.parametrize("command", [("ls",), ("status",), ("stat", "x"), ("create", "x", "--shape", "1"), ("rm", "x")])
 def test_no_coordinator_there(command: tuple[str, ...], capsys: pytest.CaptureFixture[str], kept_port: int) -> None:
     """Every command says in one line which address does not answer and how to start a cluster; exit code 1."""

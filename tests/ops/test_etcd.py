@@ -234,8 +234,12 @@ def test_a_standby_lists_all_daemons(etcd: EtcdCluster, daemons: Daemons) -> Non
         gate.open()
         wait_for(lambda: standby.metric("smb_coordinator_etcd_silent_seconds") < 6, "etcd to be heard again")
         leader = two.leader()
+        wait_for(lambda: run_smb("status", "--check", coordinator=two.address).returncode == 0, "the server's report")
         two.running[leader].kill()
         follower = two.running[two.leader(but=leader)]
+        warned = run_smb("status", "--check", coordinator=two.address)
+        assert warned.returncode == 1
+        assert f"WARNING The coordinator at {two.addresses[leader]} does not answer" in warned.stdout
         wait_for(lambda: server.metric("smb_server_coordinator_connected") == 1, "the server at the new leader")
         assert _targets(follower) == everybody
         assert two.start(leader).address

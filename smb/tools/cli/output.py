@@ -48,6 +48,11 @@ class _Unpadded:
         return getattr(self._file, name)
 
 
+def printable(text: str) -> str:
+    """Return the text with characters escaped that could control a terminal, since clients choose their names."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
 def print_json(value: Any) -> None:
     """Write a value as one JSON document to stdout."""
     sys.stdout.write(json.dumps(value, indent=2, default=str) + "\n")

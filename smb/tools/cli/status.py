@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
+
+from smb.errors import Error
 from smb.tools.cli.connection import connect, coordinator_at
 from smb.tools.cli.options import Coordinator, Json
-from smb.tools.cli.output import console, counted, format_ago, print_json, table
+from smb.tools.cli.output import console, counted, format_ago, print_json, printable, table
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -16,17 +20,34 @@ if TYPE_CHECKING:
     from smb.rpc import control_pb2 as pb
 
 _LOOK_S = 1.0
+_OVERVIEW_S = 5.0
 _NAMES_MAX = 4
 _QUARANTINED_MAX = 20
+# Exit codes of --check, as monitoring systems that run plug-ins expect them.
+_CODES = {"ok": 0, "warning": 1, "critical": 2, "unknown": 3}
 
 
-def status(coordinator: Coordinator = None, as_json: Json = False) -> None:
+def status(
+    coordinator: Coordinator = None,
+    check: Annotated[
+        bool,
+        typer.Option(
+            "--check",
+            help="Print what is wrong, for cron and monitoring. Exit code: 0 nothing, 1 warnings, 2 something "
+            "critical, 3 the cluster's state is not known.",
+        ),
+    ] = False,
+    as_json: Json = False,
+) -> None:
     """Show the memory servers, and which of several coordinators leads.
 
-    Show the live servers, how much memory each lends, and how much of it is used.
+    Show the live servers, how much memory each lends, and how much of it is used. With --check, print the problems that
+    `smb top` shows instead, one a line; with credentials this takes a certificate that is not limited to namespaces.
 
     Example: smb status --coordinator storage-1:7070
     """
+    if check:
+        raise typer.Exit(_check(coordinator, as_json))
     from smb.tools.cli.describe import quarantined_json, server_json
 
     with coordinator_at(coordinator) as all_of_them:
@@ -74,6 +95,36 @@ def status(coordinator: Coordinator = None, as_json: Json = False) -> None:
             )
     if quarantined:
         out.print(_quarantined(quarantined))
+
+
+def _check(coordinator: str | None, as_json: bool) -> int:
+    """Print the state of the cluster and its problems, and return the exit code. Blocks for some seconds at most."""
+    problems: list[dict[str, str]] = []
+    try:
+        with coordinator_at(coordinator) as all_of_them:
+            shown = json.loads(all_of_them.overview(_OVERVIEW_S))
+            for address, reply in all_of_them.look(_LOOK_S) if "," in (coordinator or "") else ():
+                if reply is None:
+                    title = f"The coordinator at {address} does not answer"
+                    problems.append({"severity": "warning", "title": title, "action": "Start it; another one leads."})
+    except Error as error:
+        state, text = "unknown", str(error)
+    else:
+        keys = ("severity", "title", "action")
+        problems += [{key: each[key] for key in keys} for each in shown["problems"] if each["severity"] in _CODES]
+        problems.sort(key=lambda problem: -_CODES[problem["severity"]])
+        state = problems[0]["severity"] if problems else "ok"
+        totals = shown["totals"]
+        text = f"{totals['alive']} of {totals['servers']} servers alive, {counted(totals['buffers'], 'buffer')}"
+    if as_json:
+        print_json({"state": state, "text": text, "problems": problems})
+        return _CODES[state]
+    out = console()
+    out.print(f"{state.upper()}: {printable(text)}", soft_wrap=True)
+    for problem in problems:
+        action = f". What to do: {problem['action']}" if problem["action"] else ""
+        out.print(printable(f"{problem['severity'].upper()} {problem['title']}{action}"), soft_wrap=True)
+    return _CODES[state]
 
 
 def _quarantined(found: Sequence[dict[str, Any]]) -> Table:

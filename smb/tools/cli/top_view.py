@@ -13,7 +13,7 @@ from rich.text import Text
 
 from smb.config.parse import format_bytes
 from smb.tools.cli.describe import format_shape
-from smb.tools.cli.output import counted, format_duration, table
+from smb.tools.cli.output import counted, format_duration, printable, table
 
 Json = dict[str, Any]
 
@@ -120,11 +120,6 @@ def sparks(values: Sequence[float], encoding: str) -> str:
     ramp = _RAMP if "utf" in encoding.lower() else _PLAIN_RAMP
     top = max(values, default=0) or 1
     return "".join(ramp[min(len(ramp) - 1, int(value / top * len(ramp)))] for value in values)
-
-
-def printable(text: str) -> str:
-    """Return the text with characters escaped that could control a terminal, since clients choose their names."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def _line(text: str, style: str = "") -> Text:
