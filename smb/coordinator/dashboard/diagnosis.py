@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from smb.config.parse import format_bytes
@@ -23,6 +23,8 @@ PENDING_S = 30.0
 STATE_LOW_BYTES = 64 << 20  # of the coordinator's disk; deploy/prometheus/alerts.yml has the same
 OTHER_ERRORS = 30  # in a minute; more suggest that a client repeats a wrong call in a loop
 NAMES_MAX = 4
+GROUPED_FROM = 5  # problems of one kind are one row from this number on
+MEMBERS_MAX = 20  # of a group, shown one by one
 
 CRITICAL, WARNING, NOTE = "critical", "warning", "note"
 _ORDER = (CRITICAL, WARNING, NOTE)
@@ -49,10 +51,19 @@ _STRANGE = {
 
 
 @dataclass(frozen=True, slots=True)
+class Kind:
+    """The title and the action of many problems alike; `{n}` in the title is their number."""
+
+    title: str
+    action: str
+
+
+@dataclass(frozen=True, slots=True)
 class Problem:
     """A problem, and what to do about it. `smb top` shows the title and the action without the detail.
 
-    `about` is ("server" or "buffer", its name), or ("", ""). `since` is seconds since 1970; 0: unknown.
+    `about` is ("server" or "buffer", its name), or ("", ""). `since` is seconds since 1970; 0: unknown. `count` is the
+    number of problems of this kind that this one stands for, of which `members` has the first.
     """
 
     severity: str
@@ -61,6 +72,56 @@ class Problem:
     action: str
     about: tuple[str, str] = ("", "")
     since: float = 0.0
+    kind: Kind | None = None  # None: there is at most one
+    count: int = 1
+    members: tuple[Problem, ...] = ()
+
+
+_GONE = Kind(
+    "{n} memory servers are gone",
+    "On the host of each, run: smb-memserver --name NAME, with the same --memory-dir as before. If hosts were lost, "
+    "delete the buffers whose data was there (smb rm NAME) and create them again.",
+)
+_EMPTY_GONE = Kind("{n} memory servers are gone on which no data had its only copy", "")
+_LATE = Kind("{n} memory servers are late", "Find out whether their hosts, or the coordinator's host, are overloaded.")
+_DRAINED = Kind("{n} memory servers are being drained", "smb drain SERVER shows the progress of one.")
+_FULL = Kind(
+    "{n} memory servers are full, or nearly",
+    "Delete buffers that are not needed (smb ls lists them, smb rm deletes), start further servers, or restart these "
+    "with a larger --capacity.",
+)
+_PROMISING = Kind(
+    "{n} memory servers promise more memory than their hosts have",
+    "Remove other files from the file systems of their --memory-dir, raise the memory limits of their containers or "
+    "services, or restart the servers with a smaller --capacity.",
+)
+_REPEATING = Kind(
+    "{n} memory servers refuse many requests", "Look for the errors in the logs of the clients' programs."
+)
+_DEFERRED = Kind(
+    "{n} memory servers have requests that wait for a chunk's lock",
+    "On their hosts, look for stopped processes (state T in ps) that use buffers. Continue them (kill -CONT PID) or "
+    "kill them.",
+)
+_QUARANTINED = Kind(
+    "{n} memory servers keep memory that no record accounts for",
+    "smb status lists the segments with the reasons. Restore newer records of the coordinator, or free the memory for "
+    "good: smb forget SERVER --all",
+)
+_CAME_BACK_EMPTY = Kind(
+    "{n} memory servers came back without memory",
+    "Delete the buffers that smb status calls lost (smb rm NAME), and create them again.",
+)
+_HELD_LONG = Kind(
+    "{n} locks are held for long while others wait",
+    "If the programs should not hold them for so long, the processes that hold them probably hang, although they still "
+    "renew their sessions: end these processes.",
+)
+_IN_CREATION = Kind("{n} buffers have been in creation for long", "Read the logs of their servers.")
+_DEGRADED = Kind("{n} buffers are degraded", "Wait: smb stat NAME shows the progress of one.")
+_DEGRADED_FULL = Kind(
+    "{n} buffers are degraded", "Start another memory server: the running ones have no room for the copies."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +133,7 @@ class _Held:
 
 
 def problems(state: State, seen: Seen, now: Instant) -> list[Problem]:
-    """Return the problems, the worst first."""
+    """Return the problems, the worst first; many of one kind as one."""
     found: list[Problem] = list(_of_coordinator(seen))
     gone = {name for name in state.servers if not state.alive(name, now)}
     held = _buffers_on(state, gone)
@@ -87,7 +148,27 @@ def problems(state: State, seen: Seen, now: Instant) -> list[Problem]:
     found += _of_clients(seen)
     found += _of_creations(state, now)
     found += _of_copies(state, now)
-    return sorted(found, key=lambda problem: _ORDER.index(problem.severity))
+    return sorted(_grouped(found), key=lambda problem: _ORDER.index(problem.severity))
+
+
+def _grouped(found: Iterable[Problem]) -> list[Problem]:
+    """Return the problems with many of one kind and severity as one, in the place of its first."""
+    alike: dict[object, list[Problem]] = {}
+    for number, problem in enumerate(found):
+        alike.setdefault((problem.severity, problem.kind) if problem.kind else number, []).append(problem)
+    grouped: list[Problem] = []
+    for group in alike.values():
+        kind = group[0].kind
+        if kind is None or len(group) < GROUPED_FROM:
+            grouped += group
+            continue
+        since = min((problem.since for problem in group if problem.since), default=0.0)
+        title = kind.title.format(n=f"{len(group):,}")
+        members = tuple(group[:MEMBERS_MAX])
+        grouped.append(
+            Problem(group[0].severity, title, "", kind.action, since=since, count=len(group), members=members)
+        )
+    return grouped
 
 
 def _of_coordinator(seen: Seen) -> Iterator[Problem]:
@@ -123,6 +204,7 @@ def _of_gone_server(seen: Seen, server: ServerRecord, held: _Held) -> Problem:
             "",
             ("server", server.name),
             left or server.last_seen_at,
+            _EMPTY_GONE,
         )
     details = [f"Its last address was {server.data_address}."]
     lost = []
@@ -140,7 +222,8 @@ def _of_gone_server(seen: Seen, server: ServerRecord, held: _Held) -> Problem:
         f"host itself was lost, {'; '.join(lost)}."
     )
     severity = CRITICAL if held.titles else WARNING
-    return Problem(severity, what, " ".join(details), action, ("server", server.name), left or server.last_seen_at)
+    since = left or server.last_seen_at
+    return Problem(severity, what, " ".join(details), action, ("server", server.name), since, _GONE)
 
 
 def _of_live_server(state: State, seen: Seen, server: ServerRecord, now: Instant) -> Iterator[Problem]:
@@ -152,13 +235,13 @@ def _of_live_server(state: State, seen: Seen, server: ServerRecord, now: Instant
             f"as gone after 6 s."
         )
         action = "Find out whether the server's host is overloaded."
-        yield Problem(WARNING, f"{server.name} is late", detail, action, about)
+        yield Problem(WARNING, f"{server.name} is late", detail, action, about, kind=_LATE)
     if server.draining:
         held = state.allocation(server.name).segments
         detail = f"{held} segments are left." if held else "It holds no segments any more."
         shows = f"smb drain {server.name} shows the progress, and which buffers cannot leave the server."
         action = shows if held else f"Stop the server, or use it again: smb undrain {server.name}"
-        yield Problem(NOTE, f"{server.name} is being drained", detail, action, about)
+        yield Problem(NOTE, f"{server.name} is being drained", detail, action, about, kind=_DRAINED)
     yield from _of_capacity(seen, server)
     watch = seen.servers.get(server.name)
     if watch is None or watch.instance_id != server.instance_id:
@@ -166,11 +249,13 @@ def _of_live_server(state: State, seen: Seen, server: ServerRecord, now: Instant
     for reason, count in sorted(watch.errors_recently.items()):
         if reason in _STRANGE:
             what, action = _STRANGE[reason]
-            yield Problem(WARNING, f"{server.name}: {count} requests {what}", "In the last minute.", action, about)
+            kind = Kind(f"{{n}} memory servers had requests that {what}", action)
+            title = f"{server.name}: {count} requests {what}"
+            yield Problem(WARNING, title, "In the last minute.", action, about, kind=kind)
         elif reason not in USUAL and count >= OTHER_ERRORS:
             title = f"{server.name} refused {count} requests: {reason.replace('_', ' ')}"
             action = "A program repeats a call that fails. Look for the error in the logs of the clients' programs."
-            yield Problem(WARNING, title, "In the last minute.", action, about)
+            yield Problem(WARNING, title, "In the last minute.", action, about, kind=_REPEATING)
     if watch.load.deferred_requests and now.monotonic - watch.deferred_since >= DEFERRED_S:
         title = f"{server.name}: {watch.load.deferred_requests} requests wait for a chunk's lock"
         detail = "For some seconds now. A local client was stopped, or hangs, in the middle of a change."
@@ -178,7 +263,8 @@ def _of_live_server(state: State, seen: Seen, server: ServerRecord, now: Instant
             "On the server's host, look for a stopped process (state T in ps) that uses buffers. Continue it "
             "(kill -CONT PID) or kill it."
         )
-        yield Problem(WARNING, title, detail, action, about, now.wall - (now.monotonic - watch.deferred_since))
+        since = now.wall - (now.monotonic - watch.deferred_since)
+        yield Problem(WARNING, title, detail, action, about, since, _DEFERRED)
 
 
 def _of_capacity(seen: Seen, server: ServerRecord) -> Iterator[Problem]:
@@ -192,7 +278,7 @@ def _of_capacity(seen: Seen, server: ServerRecord) -> Iterator[Problem]:
             "this one with a larger --capacity."
         )
         title = f"{server.name} is full" if used >= FULL else f"{server.name} is nearly full"
-        yield Problem(CRITICAL if used >= FULL else WARNING, title, detail, action, about)
+        yield Problem(CRITICAL if used >= FULL else WARNING, title, detail, action, about, kind=_FULL)
     watch = seen.servers.get(server.name)
     host_free_bytes = free_bytes if watch is None or not watch.load.memory_free_bytes else watch.load.memory_free_bytes
     if host_free_bytes < free_bytes:
@@ -207,7 +293,7 @@ def _of_capacity(seen: Seen, server: ServerRecord) -> Iterator[Problem]:
             "container's /dev/shm), raise the memory limit of the server's container or service, or restart the server "
             "with a smaller --capacity."
         )
-        yield Problem(WARNING, title, detail, action, about)
+        yield Problem(WARNING, title, detail, action, about, kind=_PROMISING)
 
 
 def _of_records(state: State, now: Instant) -> Iterator[Problem]:
@@ -233,7 +319,7 @@ def _of_records(state: State, now: Instant) -> Iterator[Problem]:
             f"smb status lists the segments with the reasons. Restore newer records of the coordinator, or free the "
             f"memory for good: smb forget {server} SEGMENT for one segment, smb forget {server} --all for all of them"
         )
-        yield Problem(WARNING, title, detail, action, ("server", server))
+        yield Problem(WARNING, title, detail, action, ("server", server), kind=_QUARANTINED)
 
 
 def _of_memory(state: State, lost_segments: Collection[int]) -> Iterator[Problem]:
@@ -257,7 +343,8 @@ def _of_memory(state: State, lost_segments: Collection[int]) -> Iterator[Problem
         detail = f"Its host was restarted, or its files were removed: {' and '.join(unusable)} cannot be used."
         action = f"{' '.join(actions)} Servers and clients go on with all other buffers."
         severity = CRITICAL if held.titles else WARNING
-        yield Problem(severity, f"{server} came back without memory", detail, action, ("server", server))
+        title = f"{server} came back without memory"
+        yield Problem(severity, title, detail, action, ("server", server), kind=_CAME_BACK_EMPTY)
 
 
 def _of_waits(state: State, seen: Seen, now: Instant) -> Iterator[Problem]:
@@ -278,7 +365,7 @@ def _of_waits(state: State, seen: Seen, now: Instant) -> Iterator[Problem]:
                 f"although it still renews its session: end this process."
             )
             about = ("buffer", record.name) if record.kind.value == "buffer" else ("", "")
-            yield Problem(WARNING, title, "", action, about, now.wall - held_s)
+            yield Problem(WARNING, title, "", action, about, now.wall - held_s, _HELD_LONG)
 
 
 def _of_clients(seen: Seen) -> Iterator[Problem]:
@@ -303,7 +390,8 @@ def _of_creations(state: State, now: Instant) -> Iterator[Problem]:
             servers = _listed(list(dict.fromkeys(segment.server for segment in record.segments)))
             detail = f"The coordinator asked these servers to create its segments: {servers}."
             title = f"{record.title} has been in creation for {now.wall - record.created_at:.0f} s"
-            yield Problem(WARNING, title, detail, f"Read the logs of {servers}.", since=record.created_at)
+            action = f"Read the logs of {servers}."
+            yield Problem(WARNING, title, detail, action, since=record.created_at, kind=_IN_CREATION)
 
 
 def _of_copies(state: State, now: Instant) -> Iterator[Problem]:
@@ -321,7 +409,8 @@ def _of_copies(state: State, now: Instant) -> Iterator[Problem]:
         wait = f"Wait: smb stat {record.name} shows the progress."
         action = "Start another memory server: the running ones have no room for the copies." if full else wait
         title = f"{record.title} is degraded"
-        yield Problem(WARNING if full else NOTE, title, detail, action, ("buffer", record.name))
+        kind = _DEGRADED_FULL if full else _DEGRADED
+        yield Problem(WARNING if full else NOTE, title, detail, action, ("buffer", record.name), kind=kind)
 
 
 def owners_of(state: State, seen: Seen) -> dict[int, BufferRecord]:

@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache
 from typing import Any
 
-from smb.coordinator.dashboard.diagnosis import LATE_S, USUAL, owners_of, problems
+from smb.coordinator.dashboard.diagnosis import LATE_S, USUAL, Problem, owners_of, problems
 from smb.coordinator.dashboard.history import Amounts, EventWatch, History, LoadRates, Seen, ServerWatch
 from smb.coordinator.dashboard.states import ClientReport
 from smb.coordinator.dashboard.trainings import Rounds, WorkerSeen
@@ -90,10 +90,15 @@ class Moment:
         }
 
     @cached_property
-    def busy(self) -> dict[int, LoadRates]:
-        """The load of each busy segment."""
-        watches = (self.watch_of(server) for name, server in self.state.servers.items() if name in self.alive)
-        return {number: busy for watch in watches if watch for number, busy in watch.segments.items()}
+    def busy(self) -> dict[tuple[str, int], LoadRates]:
+        """The load of each busy segment, by the server that reports it. The two copies of a segment have loads of their
+        own."""
+        watches = ((name, self.watch_of(self.state.servers[name])) for name in self.alive)
+        return {(name, number): busy for name, watch in watches if watch for number, busy in watch.segments.items()}
+
+    def load_of(self, record: BufferRecord) -> LoadRates:
+        """Return the load of a buffer: of the copies that its users reach."""
+        return _sum(self.busy.get((segment.server, segment.id)) for segment in record.segments)
 
     @cached_property
     def busy_sessions(self) -> dict[int, LoadRates]:
@@ -144,7 +149,7 @@ def overview(view: Moment, address: str) -> Json:
         "now": view.now.wall,
         "coordinator": {"address": address, "started": view.seen.started_at},
         "totals": _totals(view, servers, buffers),
-        "problems": [asdict(problem) for problem in problems(state, view.seen, view.now)],
+        "problems": [_problem(problem) for problem in problems(state, view.seen, view.now)],
         "servers": servers,
         "buffers": rows,
         "trainings": [_training(view, record) for record in _first_trainings(view)],
@@ -165,6 +170,11 @@ def overview(view: Moment, address: str) -> Json:
             "waits": max(0, len(waits) - WAITS_MAX) + _waits_left_out(view),
         },
     }
+
+
+def _problem(problem: Problem) -> Json:
+    shown = {key: value for key, value in asdict(problem).items() if key not in ("kind", "members")}
+    return shown | {"members": [_problem(member) for member in problem.members]}
 
 
 def server_detail(view: Moment, name: str, history: History) -> Json:
@@ -211,13 +221,17 @@ def buffer_detail(view: Moment, name: str) -> Json:
             "server": segment.server,
             "state": "lost" if segment.id in view.lost else view.server_state(segment.server),
             "size": segment.nbytes,
+            "copy": segment.backup,
+            "copying_to": segment.copying_to,
+            "rate": round(view.busy.get((segment.server, segment.id), LoadRates()).bytes),
         }
         for index, segment in enumerate(record.segments)
     ]
     return {
         **_buffer(view, record),
         "now": view.now.wall,
-        "parts": _parts(record),
+        "parts": _parts(view, record),
+        "copies": _copies(view, record),
         "chunk": record.chunk_bytes,
         "epoch": record.epoch,
         "segment_list": segments,
@@ -371,14 +385,18 @@ def _rates(amounts: Amounts) -> Json:
 
 
 def _shown(view: Moment, buffers: Sequence[BufferRecord]) -> list[BufferRecord]:
-    """Return the buffers by name. If they are too many: the unhealthy ones, and the largest."""
+    """Return the buffers by traffic, then by name. If they are too many: the unhealthy ones, then those with most
+    traffic, then the largest."""
+    traffic = {record.key: view.load_of(record).bytes for record in buffers}
     if len(buffers) > BUFFERS_MAX:
-        buffers = sorted(buffers, key=lambda record: (_health(view, record) == "ok", -record.nbytes))[:BUFFERS_MAX]
-    return sorted(buffers, key=lambda record: record.name)
+        buffers = sorted(
+            buffers, key=lambda record: (_health(view, record) == "ok", -traffic[record.key], -record.nbytes)
+        )[:BUFFERS_MAX]
+    return sorted(buffers, key=lambda record: (-traffic[record.key], record.name))
 
 
 def _buffer(view: Moment, record: BufferRecord) -> Json:
-    parts = _parts(record)
+    parts = _parts(view, record)
     return {
         "name": record.name,
         "state": _health(view, record),
@@ -392,7 +410,10 @@ def _buffer(view: Moment, record: BufferRecord) -> Json:
         "segments": len(record.segments),
         "parts": parts[:PARTS_MAX],
         "created": record.created_at,
-        "rates": _busy(_sum(view.busy.get(segment.id) for segment in record.segments)),
+        "replicas": record.replicas,
+        "degraded": sum(not segment.backup for segment in record.segments) if record.replicas > 1 else 0,
+        "rates": _busy(view.load_of(record)),
+        "skew": _skew(parts),
         "training": view.training_of(record.name),
     }
 
@@ -562,12 +583,42 @@ def _health(view: Moment, record: BufferRecord) -> str:
     return "ok" if states <= {"alive", "late"} else "unheard" if states <= {"alive", "late", "unheard"} else "gone"
 
 
-def _parts(record: BufferRecord) -> list[Json]:
-    """Return the buffer's part on each server, in the layout's order."""
+def _parts(view: Moment, record: BufferRecord) -> list[Json]:
+    """Return the buffer's part on each server, and the bytes per second that its users move there, in the layout's
+    order."""
     sizes: dict[str, int] = defaultdict(int)
+    rates: dict[str, float] = defaultdict(float)
     for segment in record.segments:
         sizes[segment.server] += segment.nbytes
-    return [{"server": server, "size": size} for server, size in sizes.items()]
+        rates[segment.server] += view.busy.get((segment.server, segment.id), LoadRates()).bytes
+    return [{"server": server, "size": size, "rate": round(rates[server])} for server, size in sizes.items()]
+
+
+def _copies(view: Moment, record: BufferRecord) -> list[Json]:
+    """Return where the second copies lie. `copying`: bytes of copies that are being made."""
+    sizes: dict[str, int] = defaultdict(int)
+    copying: dict[str, int] = defaultdict(int)
+    for segment in record.segments:
+        if segment.backup:
+            sizes[segment.backup] += segment.nbytes
+        if segment.copying_to:
+            copying[segment.copying_to] += segment.nbytes
+    return [
+        {
+            "server": server,
+            "size": sizes.get(server, 0),
+            "copying": copying.get(server, 0),
+            "state": view.server_state(server),
+        }
+        for server in sorted({*sizes, *copying})
+    ]
+
+
+def _skew(parts: Sequence[Json]) -> float | None:
+    """Return how uneven the servers of a buffer are used: the traffic of the busiest one, over the mean. 1: even. None
+    for one server, or without traffic."""
+    rates = [part["rate"] for part in parts]
+    return round(max(rates) * len(rates) / sum(rates), 2) if len(rates) > 1 and sum(rates) else None
 
 
 def _held(view: Moment, record: BufferRecord, server: str) -> Json:

@@ -105,7 +105,8 @@ def test_shows_what_there_is_and_how_it_moves(open_page: Open, cluster: smb.Loca
                 row(page, "servers", f"server-{number}"),
                 r"alive.*of 64 MiB.*[1-9][\d.]* [KM]iB/s.*[1-9][\d.]* [KM]iB/s",
             )
-        wait_text(row(page, "buffers", "weights"), r"ok.*1,000,000 float32.*3.81 MiB.*3 servers")
+        wait_text(row(page, "buffers", "weights"), r"ok.*1,000,000 float32.*3.81 MiB1[1-9].*/s1\.\d.*3 servers")
+        wait_text(page.locator("#buffers tbody tr").first, "^weights")  # the busiest; by name it would be the last
         wait_text(page.locator("#waits tbody tr"), r"lock turn.*:\d+.*1server-\d")
         wait_text(page.locator("#totals"), r"Servers3alive.*Operations[1-9]")
         wait_text(page.locator("#chart-bytes .legend"), r"in [1-9].*out [1-9]")
@@ -171,6 +172,40 @@ def test_an_address_opens_a_server_and_leads_on(open_page: Open, cluster: smb.Lo
     assert watched.errors
     assert all("404" in error for error in watched.errors)  # the browser's own
     watched.errors.clear()
+
+
+def test_where_second_copies_lie(open_page: Open, cluster: smb.LocalCluster, client: smb.Client) -> None:
+    """A buffer with two copies says so in the list, and in its dialog which servers hold the second copies."""
+    client.create("twice", (300_000,), replicas=2)
+    page = open_page(cluster.coordinator.metrics).page
+    wait_text(row(page, "buffers", "twice"), r"1\.14 MiB2")
+    row(page, "buffers", "twice").get_by_role("link").click()
+    copies = page.get_by_role("dialog").get_by_role("table", name="Second copies")
+    copies.get_by_role("link", name="server-").first.wait_for()
+    wait_text(copies, r"server-\d.*[KM]iB.*alive")
+    page.keyboard.press("Escape")
+    client.delete("twice")
+
+
+def test_many_problems_of_one_kind_are_one_row(open_page: Open, cluster: smb.LocalCluster) -> None:
+    """Five hundred are one row with their number, that opens to the first of them, which lead to their servers."""
+    one = {"severity": "critical", "detail": "", "action": "Start it.", "since": 0, "count": 1, "members": []}
+    members = [one | {"title": f"server-{n} is gone", "about": ["server", f"server-{n}"]} for n in range(20)]
+    many = one | {"title": "500 memory servers are gone", "about": ["", ""], "count": 500, "members": members}
+
+    def answer(route: Any) -> None:
+        found = route.fetch()
+        route.fulfill(response=found, json=found.json() | {"problems": [many]})
+
+    page = open_page(cluster.coordinator.metrics).page
+    page.route("**/api/state", answer)
+    wait_text(page.locator("#problem-list summary"), "500 memory servers are gone")
+    assert page.locator("#problem-list > *").count() == 1
+    assert page.locator("#problem-list li").count() == 20
+    page.get_by_text("480 more are not shown").wait_for()
+    page.locator("#problem-list li").first.get_by_role("link", name="server-0").wait_for()
+    assert page.title() == "(500) Soft Memory Box"
+    page.unroute("**/api/state")
 
 
 def test_on_a_phone(open_page: Open, cluster: smb.LocalCluster, client: smb.Client) -> None:

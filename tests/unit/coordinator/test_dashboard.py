@@ -401,6 +401,83 @@ def test_a_buffer_that_lost_copies_is_a_problem(scene: Scene) -> None:
     assert "Start another" in problem.action
 
 
+@pytest.mark.parametrize("count", [4, 5, 500])
+def test_many_problems_of_one_kind_are_one(scene: Scene, count: int) -> None:
+    """From five on, with their number and the first of them; fewer stay apart, and so does another kind. What is told
+    fits into few bytes."""
+    for number in range(count):
+        scene.register(f"s{number}")
+        scene.create(f"w{number}", 1024, server=f"s{number}")
+    scene.seconds += 7
+    scene.do(Ticked())
+    gone = [problem for problem in scene.problems() if problem.severity == "critical"]
+    assert [problem.title for problem in scene.problems() if problem not in gone] == ["a is gone"]  # without data
+    if count < 5:
+        assert [(problem.title, problem.count) for problem in gone] == [(f"s{n} is gone", 1) for n in range(count)]
+        return
+    (problem,) = gone
+    assert (problem.severity, problem.title, problem.count) == (
+        "critical",
+        f"{count} memory servers are gone",
+        count,
+    )
+    assert len(problem.members) == min(count, 20)
+    assert problem.members[0].about[0] == "server"
+    assert problem.members[0].title in {f"s{n} is gone" for n in range(count)}
+    assert "smb-memserver --name NAME" in problem.action
+    told = overview(scene.view(), "c:1")["problems"]
+    assert (told[0]["count"], len(told)) == (count, 2)
+    assert len(json.dumps(told)) < 30_000
+
+
+def test_the_busiest_buffer_comes_first(scene: Scene) -> None:
+    """Buffers are sorted by the traffic of the copies that users reach, then by name; of too many, the idle and small
+    ones are left out."""
+    for name in ("idle", "calm", "busy"):
+        scene.create(name, 1024)
+    ids = {name: scene.state.buffers[name].segments[0].id for name in ("calm", "busy")}
+    scene.renew()
+    scene.renew(
+        load=pb.ServerLoad(
+            segments=[pb.BusyLoad(id=ids[name], count=1, bytes=n) for name, n in (("calm", 10), ("busy", 99))]
+        )
+    )
+    rows = overview(scene.view(), "c:1")["buffers"]
+    assert [(row["name"], row["rates"]["bytes"]) for row in rows] == [("busy", 50), ("calm", 5), ("idle", 0)]
+    for number in range(BUFFERS_MAX):
+        scene.create(f"large{number}", 2048)
+    rows = overview(scene.view(), "c:1")["buffers"]
+    assert [row["name"] for row in rows[:2]] == ["busy", "calm"]
+    assert "idle" not in {row["name"] for row in rows}
+
+
+def test_where_copies_lie_and_how_even_the_traffic_is(scene: Scene) -> None:
+    """A buffer of two copies on three servers: what each holds of the first and of the second copies, each one's
+    traffic, and its skew; after a loss, how many segments have one copy and where the new ones grow."""
+    for name in "bc":
+        scene.register(name)
+    scene.create("w", 3 * MIB, server_count=3, replicas=2)
+    record = scene.state.buffers["w"]
+    assert buffer_detail(scene.view(), "w")["skew"] is None  # without traffic
+    for name, nbytes in (("a", 600), ("b", 200), ("c", 100)):
+        loads = [pb.BusyLoad(id=each.id, count=1, bytes=nbytes) for each in record.segments if each.server == name]
+        loads += [pb.BusyLoad(id=each.id, count=1, bytes=7) for each in record.segments if each.backup == name]
+        scene.renew(name, after=0.1)
+        scene.renew(name, load=pb.ServerLoad(segments=loads), after=1.0)
+    told = buffer_detail(scene.view(), "w")
+    assert {part["server"]: part["rate"] for part in told["parts"]} == {"a": 600, "b": 200, "c": 100}
+    assert told["skew"] == 2.0
+    assert told["rates"]["bytes"] == 900  # what second copies receive is no traffic of users
+    assert sum(copy["size"] for copy in told["copies"]) == record.nbytes
+    assert {copy["server"] for copy in told["copies"]} == {segment.backup for segment in record.segments}
+    assert [segment["copy"] for segment in told["segment_list"]] == [segment.backup for segment in record.segments]
+    assert (told["replicas"], told["degraded"]) == (2, 0)
+    scene.do(BackupsLost("a", frozenset(segment.id for segment in record.segments if segment.server == "a")))
+    told = buffer_detail(scene.view(), "w")
+    assert told["degraded"] == 1
+    assert [bool(segment["copy"]) for segment in told["segment_list"]].count(False) == 1
+
+
 def test_lists_are_bounded_and_say_what_they_leave_out(scene: Scene) -> None:
     """Of too many buffers the largest are shown, by name, and the rest is counted."""
     for number in range(BUFFERS_MAX + 5):

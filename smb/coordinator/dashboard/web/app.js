@@ -80,16 +80,20 @@ const servers = new Table($("servers"), {
   ],
 });
 
+// The busiest first. A row moves only once its traffic has about doubled or halved, so that rows do not jump at each update.
 const buffers = new Table($("buffers"), {
   label: "buffers",
   key: (row) => row.name,
   filter: true,
+  busiest: "Moved",
   columns: [
     { head: "Buffer", sort: (b) => b.name, said: (b) => b.name, cell: (b) => detail.opener("buffer", b.name) },
     { head: "State", sort: (b) => b.state, said: (b) => b.state, cell: (b) => badge(b.state === "gone" ? "away" : b.state) },
     { head: "Shape", half: true, sort: (b) => b.size, cell: (b) => `${f.shape(b.shape)} ${b.dtype}` },
     { head: "Size", number: true, sort: (b) => b.size * b.versions, cell: (b) => f.bytes(b.size) + (b.versions > 1 ? ` × ${b.versions}` : "") },
-    { head: "Moved", number: true, sort: (b) => b.rates.bytes, cell: (b) => f.rate(b.rates.bytes) },
+    { head: "Copies", number: true, sort: (b) => -(b.degraded ?? 0), cell: copies },
+    { head: "Moved", number: true, sort: (b) => Math.round(Math.log2(1 + b.rates.bytes)), cell: (b) => f.rate(b.rates.bytes) },
+    { head: "Skew", number: true, sort: (b) => b.skew ?? 0, cell: (b) => (b.skew ? `${b.skew.toFixed(1)}×` : "–") },
     { head: "Made", number: true, sort: (b) => -b.created, cell: (b) => f.ago(b.created, state.now) },
     { head: "Striped over", wide: true, sort: (b) => b.servers, said: (b) => [b.parts, b.servers, b.parts.map((p) => known.get(p.server)?.state)], cell: striped },
   ],
@@ -138,6 +142,10 @@ const operationsChart = new Chart($("chart-operations"), {
 });
 
 let known = new Map(); // servers by name
+
+function copies(buffer) {
+  return buffer.degraded ? `1 of ${buffer.replicas} in ${f.plural(buffer.degraded, "segment")}` : String(buffer.replicas ?? 1);
+}
 
 function striped(buffer) {
   const bar = el("span", { class: "strip", "aria-hidden": "true" });
@@ -201,21 +209,30 @@ function showProblems() {
     if (focused) made.querySelector("summary")?.focus();
     return made;
   }));
-  const grave = problems.filter((p) => p.severity !== "note").length;
+  const grave = problems.reduce((sum, p) => sum + (p.severity === "note" ? 0 : (p.count ?? 1)), 0);
   document.title = `${grave ? `(${grave}) ` : ""}Soft Memory Box`;
 }
 
 // The first problems are open; each can be closed.
-function problem({ severity, title, detail: more, action, about, since }, i) {
+function problem({ severity, title, detail: more, action, about, since, count = 1, members = [] }, i) {
   const sign = { critical: "✕", warning: "▲", note: "●" }[severity];
   const when = since ? `, ${f.ago(since, state.now)}` : "";
   const make = () => {
     const head = el("summary", {}, el("span", { class: `badge ${severity}` }, el("span", { "aria-hidden": "true" }, sign), ` ${severity}`), ` ${title}`, el("span", { class: "quiet" }, when));
     const parts = [more ? el("p", {}, more) : null, action ? el("p", {}, el("strong", {}, "What to do: "), action) : null];
     if (about[0]) parts.push(el("p", {}, "See ", detail.opener(about[0], about[1])));
+    if (members.length) parts.push(el("ul", {}, ...members.map(member)));
+    if (count > members.length && members.length) parts.push(el("p", { class: "quiet" }, `${f.count(count - members.length)} more are not shown`));
     return el("details", { class: `problem ${severity}`, open: i < 3 && severity !== "note" }, head, ...parts);
   };
-  return [`${about.join(" ")} ${title.replace(/\d+/g, "")}`, make, JSON.stringify([title, more, action, when])];
+  return [`${about.join(" ")} ${title.replace(/[\d,]+/g, "")}`, make, JSON.stringify([title, more, action, when, members])];
+}
+
+// One problem of many that are one row.
+function member({ title, about }) {
+  const at = about[0] ? title.indexOf(about[1]) : -1;
+  const parts = at < 0 ? [title] : [title.slice(0, at), detail.opener(about[0], about[1]), title.slice(at + about[1].length)];
+  return el("li", {}, ...parts);
 }
 
 function showTotals() {

@@ -112,6 +112,8 @@ function buffer(found) {
     ["stripe, chunk", `${f.bytes(found.stripe)}, ${f.bytes(found.chunk)}`],
     ["made", f.ago(found.created, now)],
     ["moved", f.rate(found.rates.bytes)],
+    ["copies", found.degraded ? `1 of ${found.replicas} in ${f.plural(found.degraded, "segment")}` : String(found.replicas)],
+    ["skew of its servers", found.skew ? `${found.skew.toFixed(1)}× (the busiest server's traffic over the mean)` : "–"],
     ...(found.training ? [["of training", opener("training", found.training)]] : []),
   ]);
   const stripes = Math.max(1, Math.ceil(found.size / found.stripe));
@@ -126,6 +128,7 @@ function buffer(found) {
     el("span", {}, el("span", { class: `cell ${tint(i, states.get(part.server))}`, "aria-hidden": "true" }), " ", opener("server", part.server)),
     f.bytes(part.size),
     f.percent(part.size, total),
+    f.rate(part.rate),
     badge(states.get(part.server)),
   ]);
   drawn.body.replaceChildren(
@@ -133,12 +136,19 @@ function buffer(found) {
     el("h3", {}, "How it is striped"),
     el("p", { class: "quiet" }, `${f.plural(stripes, "stripe")} of ${f.bytes(found.stripe)}, in turn on ${f.plural(found.segment_list.length, "segment")} of ${f.plural(servers.length, "server")}.${stripes > shown ? ` The first ${shown}:` : ""}`),
     map,
-    ...table("", ["Server", "Holds", "Share", "State"], parts),
+    ...table("", ["Server", "Holds", "Share", "Moved", "State"], parts),
+    ...secondCopies(found),
     ...readers(found),
     ...mirrors(found),
     ...waits(found.waits),
     ...table("Tensors in it", ["Name", "Shape", "Type"], found.tensors.map((t) => [t.name, f.shape(t.shape), t.dtype]), found.tensors_left_out),
   );
+}
+
+// Where the second copies lie, and what is being copied.
+function secondCopies(found) {
+  const rows = found.copies.map((c) => [opener("server", c.server), f.bytes(c.size), c.copying ? f.bytes(c.copying) : "–", badge(c.state)]);
+  return table("Second copies", ["Server", "Holds", "Being copied to it", "State"], rows);
 }
 
 // For a published state: its publisher, and how far each reader is.

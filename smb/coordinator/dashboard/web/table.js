@@ -10,13 +10,15 @@ const BY_TEXT = new Intl.Collator("en", { numeric: true });
 const FILTER_FROM = 6; // fewer rows need no filter
 
 export class Table {
-  constructor(section, { label, columns, key, filter, tint }) {
+  constructor(section, { label, columns, key, filter, tint, busiest }) {
     this.columns = columns;
     this.key = key;
     this.tint = tint;
     this.rows = [];
     this.known = new Map(); // key -> { row, element, cells }
-    this.order = { column: 0, down: false };
+    // Sorted by the first column, or by the one named `busiest`, its largest value first.
+    const first = busiest ? columns.findIndex((column) => column.head === busiest) : 0;
+    this.order = { column: first, down: Boolean(busiest) };
     this.empty = el("div", { class: "empty" });
     this.more = el("p", { class: "quiet", hidden: true });
     this.heads = columns.map((column, i) => this.head(column, i));
@@ -66,7 +68,7 @@ export class Table {
 
   head(column, i) {
     const button = el("button", { type: "button", onclick: () => this.sortBy(i) }, column.head);
-    const first = i === 0 ? "ascending" : "none";
+    const first = i !== this.order.column ? "none" : this.order.down ? "descending" : "ascending";
     return el("th", { role: "columnheader", scope: "col", class: column.number ? "number" : "", "aria-sort": first }, button);
   }
 
