@@ -31,9 +31,14 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 
 {{/* What pods of both kinds have. */}}
 {{- define "smb.pod" -}}
+{{- with .Values.image.pullSecrets }}
+imagePullSecrets:
+  {{- range . }}
+  - name: {{ . }}
+  {{- end }}
+{{- end }}
 automountServiceAccountToken: false
 enableServiceLinks: false  # its variables begin with SMB_ too
-terminationGracePeriodSeconds: 30
 securityContext:
   runAsNonRoot: true
   runAsUser: 10001
@@ -43,9 +48,29 @@ securityContext:
     type: RuntimeDefault
 {{- end }}
 
+{{/* Pods of one kind on several nodes and zones: root, name, whenUnsatisfiable for nodes. */}}
+{{- define "smb.spread" -}}
+topologySpreadConstraints:  # so that a lost node or zone takes as few as possible
+  {{- range list (list "kubernetes.io/hostname" .nodes) (list "topology.kubernetes.io/zone" "ScheduleAnyway") }}
+  - maxSkew: 1
+    topologyKey: {{ first . }}
+    whenUnsatisfiable: {{ last . }}
+    labelSelector:
+      matchLabels:
+        app.kubernetes.io/name: {{ $.name }}
+        app.kubernetes.io/instance: {{ $.root.Release.Name }}
+  {{- end }}
+{{- end }}
+
+{{/* Whether a memory server does something before it stops. */}}
+{{- define "smb.stops" -}}
+{{- if or .Values.memserver.drainSecret .Values.memserver.preStop }}yes{{ end -}}
+{{- end }}
+
+{{/* What containers of both kinds have: root, and whether the container does something before it stops. */}}
 {{- define "smb.container" -}}
-image: {{ include "smb.image" . }}
-imagePullPolicy: {{ .Values.image.pullPolicy }}
+image: {{ include "smb.image" .root }}
+imagePullPolicy: {{ .root.Values.image.pullPolicy }}
 securityContext:
   allowPrivilegeEscalation: false
   readOnlyRootFilesystem: true
@@ -59,6 +84,9 @@ livenessProbe:
   periodSeconds: 10
   timeoutSeconds: 5
   failureThreshold: 6
+  {{- if .stops }}
+  terminationGracePeriodSeconds: 30
+  {{- end }}
 {{- end }}
 
 {{- define "smb.mounts" -}}

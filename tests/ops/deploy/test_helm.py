@@ -15,6 +15,7 @@ from smb.config.parse import parse_bytes
 from smb.config.settings import SETTINGS
 from smb.security.credentials import COORDINATOR_NAME, server_name
 from smb.security.roles import NAME_URI, NAMESPACE_URI, ROLE_URI, Role
+from tests.ops.deploy import test_manifests
 from tests.ops.deploy.test_manifests import API
 
 if sys.version_info >= (3, 11):
@@ -159,6 +160,87 @@ def test_certificates_say_what_the_daemons_ask_for() -> None:
     (credentials,) = (each for each in pod_of(objects, "run-coordinator")["volumes"] if each["name"] == "credentials")
     files = {item["path"] for source in credentials["projected"]["sources"] for item in source["secret"]["items"]}
     assert files == {"metrics-token", "ca.pem", "cert.pem", "key.pem"}
+
+
+def test_a_drain_before_the_stop_has_time() -> None:
+    """With an operator's secret the hook is that of the manifests, with an hour; a command of one's own and other
+    seconds are taken, too; probes that restart a container give it half a minute; without either there is no hook."""
+    (by_hand,) = (
+        each["spec"]["template"]["spec"]
+        for each in test_manifests.with_drain()
+        if each["kind"] == "StatefulSet" and "memserver" in each["metadata"]["name"]
+    )
+    plain: dict[str, Any] = {"replicas": 3, "capacityGiB": 64, "preStop": []}
+    for more, grace_s, command in (
+        (
+            {"drainSecret": "run-client-admin"},
+            3600,
+            by_hand["containers"][0]["lifecycle"]["preStop"]["exec"]["command"],
+        ),
+        ({"preStop": ["true"]}, 3600, ["true"]),
+        ({"preStop": ["true"], "gracePeriodSeconds": 60}, 60, ["true"]),
+        ({}, 30, None),
+    ):
+        spec = pod_of(rendered(FULL | {"memserver": plain | more}), "run-memserver")
+        (container,) = spec["containers"]
+        assert spec["terminationGracePeriodSeconds"] == grace_s
+        assert container.get("lifecycle", {}).get("preStop", {}).get("exec", {}).get("command") == command
+        for probe in ("startupProbe", "livenessProbe"):
+            assert container[probe].get("terminationGracePeriodSeconds") == (30 if command else None)
+    objects = rendered(FULL | {"memserver": plain | {"drainSecret": "run-client-admin"}})
+    kubernetes_validate.validate(one(objects, "StatefulSet", "run-memserver"), API, strict=True)
+    (volume,) = (each for each in pod_of(objects, "run-memserver")["volumes"] if each["name"] == "operator")
+    assert volume["secret"]["secretName"] == "run-client-admin"
+    assert {item["path"] for item in volume["secret"]["items"]} == {"ca.pem", "cert.pem", "key.pem"}
+
+
+def test_secrets_for_images_and_annotations_are_values() -> None:
+    """Each reaches both kinds of pods or services, and only those."""
+    more = {"podAnnotations": {"team": "x"}, "serviceAnnotations": {"dns": "y"}}
+    objects = rendered(FULL | {"image": {"pullSecrets": ["registry"]}, "memserver": more, "coordinator": more})
+    for name in ("run-coordinator", "run-memserver"):
+        assert pod_of(objects, name)["imagePullSecrets"] == [{"name": "registry"}]
+        assert one(objects, "StatefulSet", name)["spec"]["template"]["metadata"]["annotations"]["team"] == "x"
+        assert one(objects, "Service", name)["metadata"]["annotations"] == {"dns": "y"}
+        kubernetes_validate.validate(one(objects, "StatefulSet", name), API, strict=True)
+        assert "imagePullSecrets" not in pod_of(rendered(FULL), name)
+
+
+@pytest.mark.parametrize("name", ["coordinator", "memserver"])
+def test_the_chart_agrees_with_the_manifests(name: str) -> None:
+    """With the state on a disk both make the same pods and budgets, but for names, sizes and what is a value."""
+    objects, prefix = rendered(SMALL), {"run": "run-", "smb": "smb-"}
+    ours, theirs = (
+        one(each, "StatefulSet", f"{prefix[of]}{name}")["spec"]
+        for of, each in (("run", objects), ("smb", list(test_manifests.built("base"))))
+    )
+    for key in ("minReadySeconds", "updateStrategy"):
+        assert ours.get(key) == theirs.get(key)
+    pods = [each["template"]["spec"] for each in (ours, theirs)]
+    for key in (
+        "securityContext",
+        "automountServiceAccountToken",
+        "enableServiceLinks",
+        "terminationGracePeriodSeconds",
+    ):
+        assert pods[0][key] == pods[1][key], key
+    containers = [each["containers"][0] for each in pods]
+    for key in ("command", "ports", "startupProbe", "livenessProbe", "readinessProbe", "securityContext"):
+        assert containers[0][key] == containers[1][key], key
+    mounts = [{each["name"]: each["mountPath"] for each in container["volumeMounts"]} for container in containers]
+    assert mounts[0] == mounts[1]
+    environments = [{each["name"]: each for each in container["env"]} for container in containers]
+    # The chart's coordinators listen at their pod's address, because there may be several.
+    own = {"POD_IP", "SMB_COORDINATOR_LISTEN", "SMB_COORDINATOR_SERVERS"} if name == "coordinator" else set()
+    assert {key: value for key, value in environments[0].items() if key not in own} == environments[1]
+    if name == "memserver":
+        keys = [[each["topologyKey"] for each in pod["topologySpreadConstraints"]] for pod in pods]
+        assert keys[0] == keys[1]
+    budgets = [
+        one(each, "PodDisruptionBudget", f"{prefix[of]}{name}")["spec"]["maxUnavailable"]
+        for of, each in (("run", objects), ("smb", list(test_manifests.built("base"))))
+    ]
+    assert budgets[0] == budgets[1]
 
 
 def test_rules_are_those_of_prometheus() -> None:

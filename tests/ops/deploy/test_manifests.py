@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,8 @@ import yaml
 
 from smb.config.parse import parse_bytes
 from smb.config.settings import SETTINGS
+from tests.support.commands import COMMAND, run_smb
+from tests.support.daemons import running_daemons, wait_for
 
 ROOT = Path(__file__).parents[3]
 KUBERNETES = ROOT / "deploy/kubernetes"
@@ -196,6 +200,125 @@ def test_a_servers_memory_outlives_its_container() -> None:
     assert capacity < limit < parse_bytes(container["resources"]["limits"]["memory"] + "B")
     requests, limits = container["resources"]["requests"], container["resources"]["limits"]
     assert requests["memory"] == limits["memory"]
+
+
+@cache
+def with_drain() -> tuple[dict[str, Any], ...]:
+    """What kustomize makes of an overlay with the base and the component `drain`."""
+    with tempfile.TemporaryDirectory() as place:
+        shutil.copytree(KUBERNETES, Path(place, "kubernetes"))
+        overlay = Path(place, "kubernetes/mine")
+        overlay.mkdir()
+        (overlay / "kustomization.yaml").write_text("resources: [../base]\ncomponents: [../drain]\n")
+        command = [str(BIN / "kubectl"), "kustomize", str(overlay)]
+        run = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert run.returncode == 0, run.stderr
+    return tuple(yaml.safe_load_all(run.stdout))
+
+
+def test_a_drain_before_the_stop_has_time(tmp_path: Path) -> None:
+    """With the component a pod that is deleted drains its server for up to an hour, and then stops; a container that a
+    probe restarts has half a minute. Without it there is no hook. Nothing else differs.
+    """
+    drained = {(each["kind"], each["metadata"]["name"]): each for each in with_drain()}
+    (stateful,) = (
+        each for each in with_drain() if each["kind"] == "StatefulSet" and "memserver" in str(each["metadata"])
+    )
+    kubernetes_validate.validate(stateful, API, strict=True)
+    spec, (container,) = stateful["spec"]["template"]["spec"], stateful["spec"]["template"]["spec"]["containers"]
+    assert spec["terminationGracePeriodSeconds"] == 3600
+    shell, flag, script = container["lifecycle"]["preStop"]["exec"]["command"]
+    assert (shell, flag) == ("/bin/sh", "-c")
+    (mount,) = (each for each in container["volumeMounts"] if each["name"] == "operator")
+    assert f"--credentials {mount['mountPath']} drain" in script
+    assert [container[probe]["terminationGracePeriodSeconds"] for probe in ("startupProbe", "livenessProbe")] == [
+        30,
+        30,
+    ]
+    plain = pod("smb-memserver")
+    assert "lifecycle" not in plain["containers"][0]
+    assert plain["terminationGracePeriodSeconds"] == 30
+    other = {name: each for name, each in drained.items() if name != ("StatefulSet", "smb-memserver")}
+    assert other == {
+        (each["kind"], each["metadata"]["name"]): each
+        for each in built("base")
+        if each is not one("StatefulSet", "smb-memserver")
+    }
+    assert {each["name"] for each in spec["volumes"]} - {each["name"] for each in plain["volumes"]} == {"operator"}
+
+
+def test_the_drain_before_the_stop_empties_a_server(tmp_path: Path) -> None:
+    """The hook's command, with the pod's variables, on a real cluster with certificates: the server that it names is
+    empty, with the operator's certificate and not with the server's. While no other server has room it tries again.
+    """
+    (stateful,) = (
+        each for each in with_drain() if each["kind"] == "StatefulSet" and "memserver" in str(each["metadata"])
+    )
+    (container,) = stateful["spec"]["template"]["spec"]["containers"]
+    script = container["lifecycle"]["preStop"]["exec"]["command"][2]
+    log = tmp_path / "log"
+    for there, here in (
+        ("/etc/smb/operator", tmp_path / "lab/operator"),
+        ("/proc/1/fd/2", log),
+        ("sleep 10", "sleep 0.1"),
+    ):
+        assert there in script
+        script = script.replace(there, str(here))
+    lab = tmp_path / "lab"
+    subprocess.run([*COMMAND, "certs", str(lab), "--server", "server-0", "--server", "server-1"], check=True)
+    with running_daemons(tmp_path) as daemons:
+        coordinator = daemons.coordinator("127.0.0.1:0", None, "--credentials", str(lab / "coordinator"))
+        first = daemons.memory_server(coordinator.address, "server-0", "--credentials", str(lab / "server-0"))
+        assert first.address
+        assert (
+            run_smb(
+                "create",
+                "kept",
+                "--shape",
+                "1000",
+                coordinator=coordinator.address,
+                variables={"SMB_CREDENTIALS": str(lab / "client")},
+            ).returncode
+            == 0
+        )
+        own = {
+            f"SMB_TLS_{name}": str(lab / "server-0" / file)
+            for name, file in (("CA", "ca.pem"), ("CERT", "cert.pem"), ("KEY", "key.pem"))
+        }
+        variables = {name: value for name, value in os.environ.items() if not name.startswith("SMB_")} | own
+        variables |= {
+            "SMB_MEMSERVER_NAME": "server-0",
+            "SMB_COORDINATOR": coordinator.address,
+            "PATH": f"{BIN}:{os.environ['PATH']}",
+        }
+        hook = subprocess.Popen(["/bin/sh", "-c", script], env=variables)
+        try:
+            wait_for(lambda: log.exists() and "no other live memory server" in log.read_text(), "its complaint")
+            assert hook.poll() is None
+            assert daemons.memory_server(
+                coordinator.address, "server-1", "--credentials", str(lab / "server-1")
+            ).address
+            assert hook.wait(60) == 0
+        finally:
+            hook.kill()
+            hook.wait()
+        assert "server-0 is empty" in log.read_text()
+        assert first.stop() == 0
+
+
+def test_pods_are_spread_over_nodes_and_zones() -> None:
+    """Memory servers are spread over both; the pod's zone becomes the server's, where Kubernetes knows it."""
+    spec = pod("smb-memserver")
+    assert [each["topologyKey"] for each in spec["topologySpreadConstraints"]] == [
+        "kubernetes.io/hostname",
+        "topology.kubernetes.io/zone",
+    ]
+    labels = one("StatefulSet", "smb-memserver")["spec"]["template"]["metadata"]["labels"]
+    for constraint in spec["topologySpreadConstraints"]:
+        assert constraint["labelSelector"]["matchLabels"].items() <= labels.items()
+    (zone,) = (each for each in spec["containers"][0]["env"] if each["name"] == "SMB_MEMSERVER_ZONE")
+    assert zone["valueFrom"]["fieldRef"]["fieldPath"] == "metadata.labels['topology.kubernetes.io/zone']"
+    assert all(one("StatefulSet", name)["spec"]["minReadySeconds"] == 10 for name in WORKLOADS)
 
 
 def test_the_container_file_is_clean(tmp_path: Path) -> None:
