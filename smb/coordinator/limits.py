@@ -7,4 +7,6 @@ BUNDLE_BUFFERS_MAX = 16  # buffers that move together: their records change in o
 SERVERS_MAX = 1024  # each is probed, listed and sorted at every create
 SESSIONS_MAX = 65_536
 SESSIONS_PER_CERTIFICATE_MAX = 32_768  # so that one certificate cannot take all sessions
+CALLS_MAX = 2048  # in progress at the port for all; a quarter is for operators and memory servers alone
+CALLS_PER_CERTIFICATE_MAX = 512  # half a second's work; a quarter is for renewals of sessions
 METADATA_BYTES_MAX = 16 << 20  # packed metadata of all buffers: it is held in memory, and read whole at each start

@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry
 
 from smb.config.host_address import reachable
 from smb.config.parse import format_address, parse_address
+from smb.coordinator.call_places import CallPlaces
 from smb.coordinator.front import Front
 from smb.coordinator.health import Health
 from smb.coordinator.known_pages import pages_of, targets
@@ -44,7 +45,8 @@ from smb.security.roles import AioGuard, Callers, Role
 
 TRIM_S = 10.0  # the interval at which freed memory is returned to the system
 STOP_GRACE_S = 1.0  # for calls in progress
-SERVERS_CONNECTIONS_MAX = 2 * SERVERS_MAX  # at the port for memory servers: one for each, and one that is ending
+# At the port for memory servers: one for each, and as many that are ending or of operators.
+SERVERS_CONNECTIONS_MAX = 2 * SERVERS_MAX
 
 _PATHS = b"There is / (the page for people), /api/state, /metrics, /targets, /healthz, /livez and /readyz.\n"
 _log = logging.getLogger("coordinator")
@@ -91,16 +93,21 @@ async def _start(options: CoordinatorOptions, leaving: AsyncExitStack) -> None:
         if code is grpc.StatusCode.INTERNAL and shown.leading is not None:
             shown.leading.watch.failed(method, shown.leading.commit_log.now())
 
-    guards = [] if options.credentials is None else [AioGuard(Callers(Current(options.credentials)))]
+    guards = [] if options.credentials is None else [AioGuard(Callers(Current(options.credentials))), CallPlaces()]
     server = grpc.aio.server(interceptors=[Answers(answered, front), *guards], options=grpc_server_options())
     address = format_address(host, _bind(server, options.listen, format_address(host, port), options.credentials))
     front.address = _shown_to_others(address, host)
     server.add_generic_rpc_handlers((front,))
     # Calls of clients wait in gRPC's queue of their port, and if it overflows, any of them is refused. Renewals of
     # leases have a queue of their own: with 8000 calls of one reader in the common one, all servers counted as gone.
-    only_servers = [] if options.credentials is None else [AioGuard(Callers(Current(options.credentials)), Role.SERVER)]
+    # Operators are admitted there, too: they reach the coordinator by it while others flood the port for all.
+    only = (
+        []
+        if options.credentials is None
+        else [AioGuard(Callers(Current(options.credentials)), frozenset({Role.SERVER, Role.OPERATOR}))]
+    )
     renewals = grpc.aio.server(
-        interceptors=[Answers(answered, front), *only_servers], options=grpc_server_options(SERVERS_CONNECTIONS_MAX)
+        interceptors=[Answers(answered, front), *only], options=grpc_server_options(SERVERS_CONNECTIONS_MAX)
     )
     renewals_at = options.servers or format_address(host, 0)
     renewals_host, renewals_port = check_listen(renewals_at)

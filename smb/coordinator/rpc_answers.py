@@ -12,10 +12,11 @@ import grpc
 import grpc.aio
 
 from smb import errors
+from smb.coordinator.call_places import BusyError
 from smb.coordinator.front import ASKED_OF_ALL, Front
 from smb.coordinator.store import DeposedError
 from smb.rpc.bounds import check_bounds
-from smb.rpc.coordinator_client import ANSWERED, OUTCOME, STANDBY, SessionEndedError
+from smb.rpc.coordinator_client import ANSWERED, BUSY, OUTCOME, STANDBY, SessionEndedError
 from smb.rpc.peers import PATIENCE
 
 _log = logging.getLogger("coordinator")
@@ -74,7 +75,7 @@ class Answers(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
                 await self._front.wait_to_lead(request, patience)
             begun = time.perf_counter()
             code, text = grpc.StatusCode.OK, ""
-            outcome, standby = errors.UNKNOWN, False
+            outcome, standby, busy = errors.UNKNOWN, False, False
             try:
                 self._front.check(method)
                 check_bounds(request)
@@ -86,7 +87,7 @@ class Answers(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
                 if not isinstance(error, DeposedError) and method != ASKED_OF_ALL and not self._front.leads:
                     error = self._front.refusal(error.outcome)
                 code, text, outcome = code_of(error), str(error), error.outcome
-                standby = isinstance(error, DeposedError)
+                standby, busy = isinstance(error, DeposedError), isinstance(error, BusyError)
             except asyncio.CancelledError:
                 code = grpc.StatusCode.CANCELLED
                 raise
@@ -98,8 +99,12 @@ class Answers(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
             # gRPC's context keeps the error that abort raises, whose traceback has this frame and so the context. This
             # cycle lives until the garbage collector runs, and must not keep a large request.
             del request
-            trailers = ((ANSWERED, "1"), (OUTCOME, outcome), *(((STANDBY, str(self._front.term)),) if standby else ()))
-            await context.abort(code, text, trailing_metadata=trailers)
+            trailers = [(ANSWERED, "1"), (OUTCOME, outcome)]
+            if standby:
+                trailers.append((STANDBY, str(self._front.term)))
+            if busy:
+                trailers.append((BUSY, "1"))
+            await context.abort(code, text, trailing_metadata=tuple(trailers))
             raise AssertionError("abort returns to nobody")
 
         return answer

@@ -1,8 +1,8 @@
 """The client's side of the control plane: finds the leading coordinator, and turns gRPC status codes into smb errors.
 
-A call is repeated in three cases: it was not sent; the coordinator that answers stands by; or its answer was lost and
-the call may be carried out twice without harm. With several addresses the next one is asked, until the call's timeout.
-A single coordinator is waited for while it restarts.
+A call is repeated in four cases: it was not sent; the coordinator that answers stands by; it has too many calls in
+progress; or its answer was lost and the call may be carried out twice without harm. With several addresses the next one
+is asked, until the call's timeout. A single coordinator is waited for while it restarts.
 """
 
 from __future__ import annotations
@@ -47,6 +47,8 @@ ANSWERED = "smb-answered"
 OUTCOME = "smb-outcome"
 # Metadata of an error from a coordinator that does not lead.
 STANDBY = "smb-standby"
+# Metadata of an error from a coordinator with too many calls in progress, which has not carried out this one.
+BUSY = "smb-busy"
 _OUTCOMES: dict[str, errors.CallOutcome] = {errors.UNKNOWN: errors.UNKNOWN, errors.APPLIED: errors.APPLIED}
 _CHANGES = (pb.CreateBufferRequest, pb.DeleteBufferRequest, pb.RenameBufferRequest)
 
@@ -56,11 +58,13 @@ _CUT_OFF = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 _COMES_BACK_S = 2.0  # how long to wait for a coordinator that has never answered: its address may be wrong
 _STARTS_AGAIN_S = 10.0  # and for one that has. Not longer, whatever the timeout: callers may hold what others need
 _AGAIN_FIRST_S, _AGAIN_MAX_S = 0.05, 0.5  # pauses between two rounds over all addresses
+_BUSY_FIRST_S, _BUSY_MAX_S = 0.1, 2.0  # pauses before a busy coordinator is asked again: very many may ask it
 _PATIENCE_S = 5.0  # how long a coordinator may keep a call: very many may wait, so each asks seldom
 _LAST_S = 0.05  # the least time for an attempt at the end of the timeout
 _PROBE_S = 1.0
 _RENEW_S = 3.0
 _LOOKS_PER_LIFE = 4  # looks for due tokens per life of a token, so that those of buffers opened meanwhile are found
+_ANSWERS_NOW = "it answers now"
 _NO_COORDINATOR = "a program that is not a coordinator listens there; is it a memory server's port?"
 
 
@@ -101,7 +105,7 @@ def _why_not(address: str, credentials: Credentials | None) -> str:
     found.look(_PROBE_S)
     if found.why.startswith("it does not speak TLS"):
         return f"{_NO_COORDINATOR} Or it is a coordinator without credentials, and this client has them"
-    return found.why or "it answers now"
+    return found.why or _ANSWERS_NOW
 
 
 def _speaks_tls(opened: socket.socket) -> bool:
@@ -271,9 +275,10 @@ class Coordinator:
         term = named = ""  # of the leader that a standby has named; with it the next round may be kept waiting
         maybe_applied = False  # an earlier attempt may have been carried out
         backoff = Backoff(_AGAIN_FIRST_S, _AGAIN_MAX_S, lambda: begun + timeout - time.monotonic())
+        busy_backoff = Backoff(_BUSY_FIRST_S, _BUSY_MAX_S, lambda: begun + timeout - time.monotonic())
         waits_ms = request.timeout_ms if isinstance(request, pb.OpenBufferRequest) else 0
         while True:
-            answered = False  # whether the leader answered
+            answered = busy = False  # whether the leader answered, and has too many calls in progress
             if waits_ms:  # the time to wait for the name, of which a part is over
                 request.timeout_ms = max(0, waits_ms - int(1000 * (time.monotonic() - begun)))
             peer = self._peers.now
@@ -292,7 +297,10 @@ class Coordinator:
                 trailers = trailers_of(error)
                 failure = self._error(error, timeout, isinstance(request, _CHANGES))
                 answered = ANSWERED in trailers and STANDBY not in trailers
-                if STANDBY in trailers:
+                busy = BUSY in trailers
+                if busy:
+                    self._answered, patience, may_repeat = True, timeout, True
+                elif STANDBY in trailers:
                     named = trailers[STANDBY]
                     stood_by = peer, failure
                     patience = timeout
@@ -312,13 +320,17 @@ class Coordinator:
             now = time.monotonic()
             failed_at = failed_at or now
             maybe_applied |= failure is not None and failure.outcome == errors.UNKNOWN
+            if failure is None and failed_at + patience <= now < begun + timeout and self._why_not() == _ANSWERS_NOW:
+                patience = timeout  # the address is right: connecting takes long, because very many connect
             if not may_repeat or now >= min(begun + timeout, failed_at + patience):
                 failure = failure or (stood_by[1] if stood_by else self._nobody(self._why_not()))
                 try:
                     raise (_with_unknown_outcome(failure) if maybe_applied and not answered else failure) from None
                 finally:
                     del failure, stood_by  # otherwise these and this frame would keep each other and a buffer alive
-            if self._peers.go_on(peer):
+            if busy:
+                time.sleep(busy_backoff.next_s())
+            elif self._peers.go_on(peer):
                 term = named
                 time.sleep(backoff.next_s())
 

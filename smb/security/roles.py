@@ -252,8 +252,8 @@ class AioGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
     known to the call.
     """
 
-    def __init__(self, callers: Callers, only: Role | None = None) -> None:
-        """`only`: refuse all other roles, for a port of that role alone."""
+    def __init__(self, callers: Callers, only: frozenset[Role] | None = None) -> None:
+        """`only`: refuse all other roles, for a port of these roles alone."""
         self._callers = callers
         self._only = only
 
@@ -270,8 +270,9 @@ class AioGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
             call = _call_of(handler)
             try:
                 who = self._callers.of(context.auth_context())
-                if self._only is not None and who.role is not self._only:
-                    raise PermissionDeniedError(f"this port is for the role {self._only.value} alone, not for {who}")
+                if self._only is not None and who.role not in self._only:
+                    roles = " and ".join(sorted(role.value for role in self._only))
+                    raise PermissionDeniedError(f"this port is for the roles {roles} alone, not for {who}")
                 permit(method, request, who)
                 _caller.set(who)
             except PermissionDeniedError as error:

@@ -19,9 +19,11 @@ import grpc
 import pytest
 
 import smb
+from smb.coordinator.limits import CALLS_PER_CERTIFICATE_MAX
 from smb.daemon.process import GRPC_HANDSHAKE_MS
 from smb.rpc import control_pb2 as pb
 from smb.rpc.control_pb2_grpc import CoordinatorStub
+from smb.rpc.coordinator_client import BUSY, OUTCOME
 from smb.security.credentials import COORDINATOR_NAME, channel, load_directory
 
 FLOOD_S = 30.0 if os.environ.get("SMB_LONG") else 4.0
@@ -80,7 +82,10 @@ def test_renewals_are_answered_beside_thousands_of_calls(guarded: smb.LocalClust
         with pytest.raises(grpc.RpcError) as refused:
             CoordinatorStub(stranger).ListServers(pb.ListServersRequest(), timeout=20)  # type: ignore[no-untyped-call]
         assert refused.value.code() is grpc.StatusCode.PERMISSION_DENIED
-        assert "role server alone" in str(refused.value.details())
+        assert "roles operator and server alone" in str(refused.value.details())
+    # An operator is admitted there, and so gets through while others flood the port for all.
+    with smb.connect(own, credentials=certificates / "operator", timeout=60) as operator:
+        assert {server.name for server in operator.servers()} >= {"server-0", "server-1"}
     with channel(own, COORDINATOR_NAME, servers) as ours, flooded(guarded.address, certificates / "reader"):
         stub = CoordinatorStub(ours)  # type: ignore[no-untyped-call]
         until, slowest_s = time.monotonic() + FLOOD_S, 0.0
@@ -92,6 +97,32 @@ def test_renewals_are_answered_beside_thousands_of_calls(guarded: smb.LocalClust
         stub.LeaveServer(pb.LeaveServerRequest(name="server-2", instance_id=1), timeout=20)
     assert slowest_s < known.lease_ms / 2000
     assert _alive(guarded.address, certificates / "operator") == {"server-0", "server-1"}
+
+
+def test_a_certificate_with_many_calls_in_progress_is_refused_more(
+    guarded: smb.LocalCluster, certificates: Path
+) -> None:
+    """Each of these calls waits for its turn in another thread. Sessions of the same certificate are renewed meanwhile,
+    operators are answered, and the library tries a refused call again."""
+    reader = load_directory(certificates / "reader")
+    with channel(guarded.address, COORDINATOR_NAME, reader) as way:
+        stub = CoordinatorStub(way)  # type: ignore[no-untyped-call]
+        session = stub.OpenSession(pb.OpenSessionRequest(client_name="many"), timeout=20)
+        asked = [stub.Overview.future(pb.OverviewRequest(), timeout=120) for _ in range(3 * CALLS_PER_CERTIFICATE_MAX)]
+        renewal = pb.RenewSessionRequest(session_id=session.session_id, session_secret=session.session_secret)
+        stub.RenewSession(renewal, timeout=20)
+        assert _alive(guarded.address, certificates / "operator") >= {"server-0", "server-1"}
+        with smb.connect(guarded.address, credentials=certificates / "reader", timeout=60) as client:
+            assert client.list() == []
+        failed = [error for error in (each.exception() for each in asked) if error is not None]
+        stub.CloseSession(
+            pb.CloseSessionRequest(session_id=session.session_id, session_secret=session.session_secret), timeout=20
+        )
+    assert 0 < len(failed) < len(asked)
+    for error in failed:
+        assert error.code() is grpc.StatusCode.UNAVAILABLE
+        assert dict(error.trailing_metadata()).items() >= {BUSY: "1", OUTCOME: "not applied"}.items()
+        assert "in progress already" in error.details()
 
 
 def _alive(address: str, credentials: Path) -> set[str]:

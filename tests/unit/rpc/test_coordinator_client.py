@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import grpc
 import pytest
 
+from smb.errors import UnavailableError
 from smb.rpc import control_pb2 as pb
-from smb.rpc.coordinator_client import Coordinator
+from smb.rpc.control_pb2_grpc import CoordinatorServicer, add_CoordinatorServicer_to_server
+from smb.rpc.coordinator_client import ANSWERED, BUSY, OUTCOME, Coordinator
 
 
 def test_a_create_that_is_made_again_finds_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -26,3 +31,41 @@ def test_a_create_that_is_made_again_finds_its_own(monkeypatch: pytest.MonkeyPat
     first, second, opens = (request.attempt_id for request in asked)
     assert first and second and first != second  # noqa: PT018 - one statement of all three
     assert opens == 0
+
+
+class _Busy(CoordinatorServicer):
+    """Refuses the first calls, as a coordinator with too many calls in progress does, and answers the later ones."""
+
+    def __init__(self, refusals: int) -> None:
+        self.left = refusals
+
+    def RenameBuffer(self, request: Any, context: Any) -> pb.RenameBufferReply:  # noqa: N802
+        if self.left > 0:
+            self.left -= 1
+            trailers = ((ANSWERED, "1"), (OUTCOME, "not applied"), (BUSY, "1"))
+            context.set_trailing_metadata(trailers)
+            context.abort(grpc.StatusCode.UNAVAILABLE, "RenameBuffer: 384 calls are in progress already")
+        return pb.RenameBufferReply()
+
+
+@pytest.mark.parametrize(("refusals", "timeout"), [(3, 60.0), (10**9, 1.0)])
+def test_a_busy_coordinator_is_asked_again_until_the_timeout(refusals: int, timeout: float) -> None:
+    """Also for a call that must not be carried out twice, since a refused call was not. The last error says why."""
+    server = grpc.server(ThreadPoolExecutor(2))
+    service = _Busy(refusals)
+    add_CoordinatorServicer_to_server(service, server)  # type: ignore[no-untyped-call]
+    coordinator = Coordinator(f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}")
+    server.start()
+    try:
+        begun = time.monotonic()
+        if refusals == 3:
+            coordinator.rename_buffer(pb.RenameBufferRequest(name="a", new_name="b"), timeout)
+            assert service.left == 0
+            return
+        with pytest.raises(UnavailableError, match="in progress already") as refused:
+            coordinator.rename_buffer(pb.RenameBufferRequest(name="a", new_name="b"), timeout)
+        assert refused.value.outcome == "not applied"
+        assert time.monotonic() - begun >= timeout
+    finally:
+        coordinator.close()
+        server.stop(None)
