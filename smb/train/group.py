@@ -485,10 +485,10 @@ def _giving_back(lock: Lock, doing: str) -> Iterator[None]:
 
 
 def setup_lock(client: Client, name: str, copies: int | None) -> Lock:
-    """Return the lock under which the training or work units `name` are made, joined and deleted. Acquiring it has a
-    timeout.
+    """Return the lock under which the training or work units `name` are made, joined and deleted. Acquiring it takes at
+    most 30 s, or the client's timeout if that is longer: workers that join at once do so one after the other.
     """
-    return client.lock(f"{name}/setup", timeout=_SETUP_S, replicas=copies or 1)
+    return client.lock(f"{name}/setup", timeout=max(_SETUP_S, client.timeout), replicas=copies or 1)
 
 
 @contextlib.contextmanager

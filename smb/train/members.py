@@ -177,7 +177,8 @@ def admit(
 ) -> Member:
     """Take a slot. Its mark begins at `first_clock` of the table. Blocks no other member.
 
-    Prefers the slot `own`, for a member that comes back. Raises OutOfMemoryError if all slots are taken.
+    Prefers the slot `own`, for a member that comes back. Raises OutOfMemoryError if all slots are taken, and as
+    Client.lock does.
     """
     seen = table.read().copy()
     now = int(seen[0, t.ROUND]) >> t.ROUND_SHIFT
@@ -186,6 +187,8 @@ def admit(
     # A slot whose former holder's contribution to the open round may still count is taken last.
     free.sort(key=lambda slot: (_may_count(seen[1 + slot], now), slot != own, slot))
     for slot in free + taken:
+        # Finds the lock's server within the client's timeout; `lock_of`, which has no waiting time, gives up earlier.
+        client.lock(lock_name(group, slot), ttl=lease, replicas=table.buffer.info.replicas)
         lock = lock_of(client, group, slot, lease, table.buffer.info.replicas)
         try:
             lock.acquire()

@@ -168,6 +168,7 @@ LEFT_OUT = {
     "regressions/test_idle_client.py": "is about the control plane",
     "regressions/test_impostor_at_the_data_port.py": "is about the TCP data port",
     "regressions/test_interrupts.py": "tests/verbs has no call that hangs; the loop that looks is the same",
+    "regressions/test_join_at_a_slow_coordinator.py": _TRAINING,
     "regressions/test_joins_that_raise.py": _TRAINING,
     "regressions/test_killed_while_connecting.py": "is about shared memory",
     "regressions/test_killed_while_waking.py": "is about shared memory",
