@@ -535,6 +535,7 @@ class Client:
                 zone=server.zone,
                 draining=server.draining,
                 unheard=server.unheard,
+                overdue=server.overdue,
                 quarantined=tuple(
                     QuarantinedInfo(each.segment_id, each.name, each.nbytes, each.reason) for each in server.quarantined
                 ),

@@ -28,6 +28,7 @@ class ServerInfo:
     - `weight` is the server's share of a new buffer's traffic, relative to the other servers.
     - `zone` is the location that the server was given.
     - `draining`: the server gets no new memory and gives up what it has.
+    - `overdue`: the server is late, and counts as alive for one lease more.
     - `quarantined` lists memory that no record accounts for. It is empty for clients that are limited to namespaces.
     """
 
@@ -43,6 +44,7 @@ class ServerInfo:
     zone: str = ""
     draining: bool = False
     unheard: bool = False
+    overdue: bool = False
     quarantined: tuple[QuarantinedInfo, ...] = ()
 
     @property

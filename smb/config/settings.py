@@ -213,6 +213,11 @@ _TABLE = (
         _number, "SECONDS",
     ),
     Setting(
+        "coordinator", "server_lease", float, 6.0,
+        "How long a memory server may stay silent before it counts as gone and its copies are made elsewhere.",
+        _number, "SECONDS",
+    ),
+    Setting(
         "coordinator", "servers", str, None,
         "Where memory servers renew their leases, beside all calls of clients. They begin at --listen, and "
         "stay there if they cannot reach this port. Default: a free port of --listen's host.",

@@ -24,6 +24,7 @@ from smb.coordinator.events import (
     EraseServer,
     EraseSession,
     Event,
+    HeldUp,
     Instant,
     Report,
     Restarted,
@@ -31,6 +32,7 @@ from smb.coordinator.events import (
     SaveLineage,
     SaveSequence,
     SaveServer,
+    SaveServerLease,
     SaveSession,
     SaveTokenFloor,
     Ticked,
@@ -39,7 +41,7 @@ from smb.coordinator.events import (
 from smb.coordinator.lineage import Lineage
 from smb.coordinator.outside import read_clocks
 from smb.coordinator.records import BufferRecord, ServerRecord, SessionRecord
-from smb.coordinator.state import SESSION_LEASE_S, State, load
+from smb.coordinator.state import SERVER_LEASE_S, SESSION_LEASE_S, State, load
 from smb.coordinator.steps import step
 from smb.coordinator.store import MIGRATION, SEQUENCE, Store, StoreError
 from smb.errors import UnavailableError
@@ -49,10 +51,12 @@ _BUFFER, SERVER, _SESSION = "buffer/", "server/", "session/"
 _FLOOR = "lock/floor"
 _PROBE = "probe"  # a key without meaning, written to find out whether the store works
 _TERMS = "lineage/terms"
+_SERVER_LEASE = "lease/server"  # the key of how long servers' leases run, if it is not the default
 # Events that need room for something new. On a full disk all other events go on, from the reserve that the store keeps
 # for them: these events free room, or keep existing data safe when servers are lost and come back.
 _CREATIONS = (BufferWanted, BufferMade)
 _SAID_AGAIN_S = 600.0  # between two log lines about the same failure of the store
+HELD_UP_S = 1.0  # without a sign that this process runs, or for one change of the store
 _LASTS_S = 5.0  # a failure that comes and goes is logged again only if it lasts this long
 
 
@@ -79,6 +83,8 @@ class CommitLog:
         self._store_error = ""
         self._failing_since = 0.0
         self._said, self._said_at = "", -math.inf  # the last logged failure of the store, and when
+        self._ran_at = clock().monotonic  # when this process was last seen to run
+        self._held_up_s = 0.0  # how long it was held up since the last event
         self.state = state
         # Called after each stored event, with the event and the state before it, in the loop's thread. Must not raise.
         self.on_commit: Callable[[Event, State, Committed, Instant], None] | None = None
@@ -89,6 +95,7 @@ class CommitLog:
         incarnation: int,
         *,
         session_lease_s: float = SESSION_LEASE_S,
+        server_lease_s: float = SERVER_LEASE_S,
         stripe_bytes: int = 0,
         quotas: Mapping[str, Quota] | None = None,
         clock: Callable[[], Instant] = read_clocks,
@@ -99,7 +106,8 @@ class CommitLog:
         """
         texts = await store.load()
         restarted = Restarted(incarnation, store.changes_max)
-        commit_log = CommitLog(store, _read(texts, session_lease_s, stripe_bytes, quotas or {}), clock)
+        state = _read(texts, session_lease_s, server_lease_s, stripe_bytes, quotas or {})
+        commit_log = CommitLog(store, state, clock)
         while True:
             buffers = (await commit_log.commit(restarted)).state.buffers.values()
             if not any(record.mirror_of and not record.ready for record in buffers):
@@ -108,6 +116,16 @@ class CommitLog:
     def now(self) -> Instant:
         """Return this moment, on the commit log's clocks."""
         return self._clock()
+
+    def runs(self) -> None:
+        """Take note that this process runs. Called at least twice a second, so that a longer pause is noticed."""
+        now_s = self.now().monotonic
+        self._held_up(now_s - self._ran_at)
+        self._ran_at = now_s
+
+    def _held_up(self, seconds: float) -> None:
+        if seconds > HELD_UP_S:
+            self._held_up_s = max(self._held_up_s, seconds)
 
     async def commit(self, event: Event) -> Committed:
         """Decide the event, store it, then show it. Raises smb.errors.Error if it is refused or could not be stored.
@@ -132,16 +150,28 @@ class CommitLog:
 
     async def _commit(self, event: Event) -> Committed:
         try:
+            self.runs()
+            self._note_hold_up()
             before, now = self.state, self.now()
             state, effects = step(before, event, now)
             await self._put(event, effects)
             self.state = state
         finally:
             self._turn.release()
-        committed = Committed(state, effects)
+        return self._shown(event, before, Committed(state, effects), now)
+
+    def _note_hold_up(self) -> None:
+        """Let leases run anew if this process was held up. This comes before any event that asks which leases run."""
+        if self._held_up_s:
+            event, before, now = HeldUp(self._held_up_s), self.state, self.now()
+            self._held_up_s = 0.0
+            self.state, effects = step(before, event, now)  # stores nothing
+            self._shown(event, before, Committed(self.state, effects), now)
+
+    def _shown(self, event: Event, before: State, committed: Committed, now: Instant) -> Committed:
         if self.on_commit is not None:
             self.on_commit(event, before, committed, now)
-        for effect in effects:
+        for effect in committed.effects:
             if isinstance(effect, Report):
                 _log.log(effect.level, effect.text)
             elif isinstance(effect, WakeOpeners):
@@ -170,15 +200,19 @@ class CommitLog:
         elif not changes and not (self._owed and isinstance(event, Ticked)):
             return
         urgent = not isinstance(event, (*_CREATIONS, BufferFailed)) and _PROBE not in changes
-        wanted = {**self._owed, **changes}
+        wanted, begun_s = {**self._owed, **changes}, self.now().monotonic
         try:
-            await self._pay(len(changes))
-            await self._store.change({**self._owed, **changes}, urgent=urgent)
+            try:
+                await self._pay(len(changes))
+                await self._store.change({**self._owed, **changes}, urgent=urgent)
+            finally:
+                self._held_up(self.now().monotonic - begun_s)  # renewals waited for their turn meanwhile
         except StoreError as error:
             self._note_error(str(error))
             # A term may stay unstored: no server's stamp names it then, so the stamps only prove less.
             if isinstance(event, BufferFailed) or (
-                isinstance(event, Restarted) and not any(isinstance(effect, EraseBuffer) for effect in effects)
+                isinstance(event, Restarted)
+                and not any(isinstance(effect, EraseBuffer | SaveServerLease) for effect in effects)
             ):
                 self._owed = wanted
             elif _changes(effects):
@@ -267,12 +301,20 @@ def _changes(effects: Sequence[Effect]) -> dict[str, str | None]:
                 changes[_FLOOR] = str(token)
             case SaveLineage(terms):
                 changes[_TERMS] = terms
+            case SaveServerLease(seconds):
+                changes[_SERVER_LEASE] = f"{seconds:g}"
             case SaveSequence(sequence):
                 changes[SEQUENCE] = str(sequence)
     return changes
 
 
-def _read(texts: dict[str, str], session_lease_s: float, stripe_bytes: int, quotas: Mapping[str, Quota]) -> State:
+def _read(
+    texts: dict[str, str],
+    session_lease_s: float,
+    server_lease_s: float,
+    stripe_bytes: int,
+    quotas: Mapping[str, Quota],
+) -> State:
     if MIGRATION in texts:
         raise StoreError(
             f"these records are not the current ones: {texts[MIGRATION]}; see `smb coordinator migrate --help`"
@@ -283,6 +325,18 @@ def _read(texts: dict[str, str], session_lease_s: float, stripe_bytes: int, quot
         sessions = [SessionRecord.from_json(text) for key, text in texts.items() if key.startswith(_SESSION)]
         token_floor = int(texts.get(_FLOOR, "0"))
         lineage = Lineage.of(texts.get(_TERMS, ""), texts.get(SEQUENCE, ""))
+        former_lease_s = float(texts.get(_SERVER_LEASE, SERVER_LEASE_S))
     except (KeyError, TypeError, ValueError) as error:
         raise StoreError(f"a record in the store cannot be read: {error!r}; restore the store from a backup") from error
-    return load(buffers, servers, sessions, session_lease_s, stripe_bytes, quotas, token_floor, lineage)
+    return load(
+        buffers,
+        servers,
+        sessions,
+        session_lease_s,
+        stripe_bytes,
+        quotas,
+        token_floor,
+        lineage,
+        server_lease_s=server_lease_s,
+        former_lease_s=former_lease_s,
+    )

@@ -51,6 +51,18 @@ class Ticked:
 
 
 @dataclass(frozen=True, slots=True)
+class HeldUp:
+    """For so many seconds this process could not take renewals: it stood still, or waited for its store."""
+
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseShortened:
+    """No lease of a server that a former leader granted, and that was longer than this leader's, runs any more."""
+
+
+@dataclass(frozen=True, slots=True)
 class ServerRegistered:
     """A memory server reports its identity (last_seen_at is ignored), the segments that it holds, and how new the
     records were when it was last told of them (`stamps`; empty: unknown). `missing`: segments that the records place
@@ -292,6 +304,8 @@ class SessionClosed:
 Event = (
     Restarted
     | Ticked
+    | HeldUp
+    | LeaseShortened
     | ServerRegistered
     | ServerRenewed
     | ServerLeft
@@ -356,6 +370,13 @@ class SaveTokenFloor:
 @dataclass(frozen=True, slots=True)
 class SaveLineage:
     terms: str
+
+
+@dataclass(frozen=True, slots=True)
+class SaveServerLease:
+    """Store how long the leases of servers run, in seconds, for the next leader."""
+
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -438,6 +459,7 @@ StoreChange = (
     | EraseSession
     | SaveTokenFloor
     | SaveLineage
+    | SaveServerLease
     | SaveSequence
 )
 Effect = StoreChange | MakeSegments | DropSegments | AnswerDrops | EndQuarantine | WakeOpeners | TellEnded | Report

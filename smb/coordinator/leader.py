@@ -16,7 +16,7 @@ from smb.coordinator import dashboard_interface
 from smb.coordinator.commit_log import CommitLog, Committed
 from smb.coordinator.copy_maker import CopyMaker
 from smb.coordinator.dashboard.server import DashboardServer
-from smb.coordinator.events import Event, Instant, SaveBuffer, TellEnded, Ticked, UnexplainedJudged
+from smb.coordinator.events import Event, Instant, LeaseShortened, SaveBuffer, TellEnded, Ticked, UnexplainedJudged
 from smb.coordinator.front import Front
 from smb.coordinator.health import Health
 from smb.coordinator.idle_names import IdleNames
@@ -90,6 +90,7 @@ class Leading:
             store,
             outside.new_id(),
             session_lease_s=options.session_lease_s,
+            server_lease_s=options.server_lease_s,
             stripe_bytes=options.stripe_bytes,
             quotas=options.quotas,
             clock=outside.now,
@@ -143,7 +144,7 @@ class Leading:
 
         ticks = _tick(commit_log, endings, around.health, roles.silent_survivors)
         judging = _judge(commit_log, roles, copy_maker, segments)
-        for beginning in (ticks, judging, idle_names.run(), copy_maker.run()):
+        for beginning in (_run(commit_log), ticks, judging, idle_names.run(), copy_maker.run()):
             task = asyncio.create_task(beginning)
             task.add_done_callback(partial(end_if_failed, outside))
             leaving.push_async_callback(cancel, task)
@@ -152,6 +153,12 @@ class Leading:
     def page(self, path: str, query: str) -> Answer | None:
         """Return the answer to GET path?query; None if no such page exists."""
         return self._dashboard(path, query)
+
+
+async def _run(commit_log: CommitLog) -> None:
+    while True:
+        commit_log.runs()
+        await asyncio.sleep(TICK_S)
 
 
 async def _tick(
@@ -170,6 +177,8 @@ async def _tick(
             committed = await commit_log.commit(Ticked(most, await silent()))
             endings.tell(committed)
             more = most is not None and any(isinstance(effect, TellEnded | SaveBuffer) for effect in committed.effects)
+            if committed.state.former_lease_s > committed.state.server_leases.duration_s:
+                await commit_log.commit(LeaseShortened())
         except (StoreError, DeposedError):
             pass  # the commit log has logged it once; the next tick tries again
         except Error as error:

@@ -39,6 +39,11 @@ class Leases(Generic[Holder]):
         counted = replace(self, ends={**self.ends, **dict.fromkeys(holders, now)})
         return replace(self, ends={**counted.ends, **dict.fromkeys(holders, now + counted.granted_s)})
 
+    def prolong(self, holders: Collection[Holder], until: float) -> Leases[Holder]:
+        """Let these leases run until that moment at least. A holder without a lease gets none."""
+        longer = {holder: max(self.ends[holder], until) for holder in holders if holder in self.ends}
+        return replace(self, ends={**self.ends, **longer})
+
     def end(self, *holders: Holder) -> Leases[Holder]:
         """End these leases. A holder without a lease is not an error."""
         gone = set(holders)

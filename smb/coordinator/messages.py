@@ -184,6 +184,7 @@ def server_message(state: State, server: ServerRecord, now: Instant) -> pb.Serve
         data_tls=server.data_tls,
         zone=server.zone,
         draining=server.draining,
+        overdue=server.name in state.overdue,
     )
 
 

@@ -14,7 +14,7 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from smb.coordinator.commit_log import Committed
-from smb.coordinator.events import Event, Instant, Ticked
+from smb.coordinator.events import Event, HeldUp, Instant, Ticked
 from smb.coordinator.health import Health
 from smb.coordinator.records import Kind
 from smb.coordinator.state import State
@@ -52,11 +52,15 @@ class LeaseMetrics:
         self._lost = Counter(*_described("smb_coordinator_leases_lost_total"), registry=registry)
         for of in ("server", "client"):
             self._lost.labels(of)
+        self._held_up_s = Counter(*_described("smb_coordinator_held_up_seconds_total"), registry=registry)
 
-    def saw(self, event: Event, before: State, _: Committed, now: Instant) -> None:
-        """Count the leases that this event found to have run out."""
+    def saw(self, event: Event, before: State, committed: Committed, now: Instant) -> None:
+        """Count the leases that this event found to have run out, and the time in which none could be renewed."""
+        if isinstance(event, HeldUp):
+            self._held_up_s.inc(event.seconds)
         if isinstance(event, Ticked):
-            self._lost.labels("server").inc(len(before.server_leases.run_out(now.monotonic)))
+            ended = before.server_leases.ends.keys() - committed.state.server_leases.ends.keys()
+            self._lost.labels("server").inc(len(ended))
             gone = before.session_leases.run_out(now.monotonic)[: event.ends_max]
             self._lost.labels("client").inc(len(gone))
 
@@ -120,6 +124,7 @@ def _totals(state: State, now: Instant) -> Iterator[Metric]:
     yield gauge("smb_coordinator_servers_alive", len(alive))
     granted = sum(state.alive(name, now) for name in state.servers)
     yield gauge("smb_coordinator_servers_unheard", granted - len(alive))
+    yield gauge("smb_coordinator_servers_overdue", len(state.overdue))
     yield gauge("smb_coordinator_lost_segments", len(state.lost_segments(now)))
     yield gauge("smb_coordinator_sessions", len(state.client_names))
     yield gauge("smb_coordinator_ended_sessions", len(state.ended_sessions.numbers))

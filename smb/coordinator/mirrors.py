@@ -13,7 +13,7 @@ from smb.coordinator.link_rates import Flow
 from smb.coordinator.mirror_plans import MirrorPlan, MirrorPlans
 from smb.coordinator.mirror_trees import RelayTree, TreeNode, rate_of
 from smb.coordinator.records import BufferRecord
-from smb.coordinator.state import SERVER_LEASE_S, State
+from smb.coordinator.state import State
 from smb.rpc import control_pb2 as pb
 
 _BEGINS_S = 15.0  # upper bound of a relay's start; until then readers assume that a report will come
@@ -87,7 +87,7 @@ class Mirrors:
 
     def _is_alive(self, state: State, record: BufferRecord, now: Instant) -> bool:
         last = self._reports.get(record.id)
-        heard = last is not None and now.monotonic - last.at < SERVER_LEASE_S
+        heard = last is not None and now.monotonic - last.at < state.server_leases.duration_s
         return heard and state.alive(record.segments[0].server, now)
 
     def _task(self, state: State, source: BufferRecord, mirror: BufferRecord, now: Instant) -> pb.MirrorTask:
@@ -133,7 +133,7 @@ class Mirrors:
         """Return True while more relays may report soon: each plan holds for a version at least, so one for some of
         them would delay the plan for all.
         """
-        if not plans.plans and plans.number and now.monotonic - plans.since < SERVER_LEASE_S:
+        if not plans.plans and plans.number and now.monotonic - plans.since < state.server_leases.duration_s:
             heard = state.mirrors(source)  # after a restart: which plans are in use?
         else:
             heard = [each for each in state.mirrors(source) if now.wall - each.created_at < _BEGINS_S]

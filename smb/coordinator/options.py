@@ -9,7 +9,7 @@ from pathlib import Path
 from smb.config.parse import parse_address
 from smb.config.quotas import Quota
 from smb.coordinator.idle_names import IDLE_S, IDLE_S_MAX, IDLE_S_MIN
-from smb.coordinator.state import SESSION_LEASE_S
+from smb.coordinator.state import SERVER_LEASE_S, SESSION_LEASE_S
 from smb.coordinator.token_issuer import LIFETIME_S
 from smb.errors import InvalidArgumentError
 from smb.security.credentials import Credentials, check_exposure
@@ -17,6 +17,7 @@ from smb.security.credentials import Credentials, check_exposure
 ETCD = "etcd://"  # prefix of --state if the records are in etcd
 LEADER_LEASE_S = 8  # with 3 s, an election within etcd itself, which takes 1 to 3 s, cost the coordinator its lead
 LEADER_LEASE_S_MIN, LEADER_LEASE_S_MAX = 2, 600
+SERVER_LEASE_S_MIN, SERVER_LEASE_S_MAX = 2.0, 600.0  # as for sessions; no data is lost by a longer one, but time
 SESSION_LEASE_S_MIN, SESSION_LEASE_S_MAX = 1.0, 86_400.0  # a busy host misses shorter ones; longer ones never end
 
 
@@ -27,6 +28,7 @@ class CoordinatorOptions:
     metrics: str
     ready_file: Path | None = None
     session_lease_s: float = SESSION_LEASE_S
+    server_lease_s: float = SERVER_LEASE_S
     stripe_bytes: int = 0
     checksum: bool = False
     credentials: Credentials | None = None
@@ -54,6 +56,11 @@ class CoordinatorOptions:
             raise InvalidArgumentError(
                 f"--session-lease must be from {SESSION_LEASE_S_MIN:g} to {SESSION_LEASE_S_MAX:g} seconds, "
                 f"not {lease_s:g}"
+            )
+        if not SERVER_LEASE_S_MIN <= self.server_lease_s <= SERVER_LEASE_S_MAX:
+            raise InvalidArgumentError(
+                f"--server-lease must be from {SERVER_LEASE_S_MIN:g} to {SERVER_LEASE_S_MAX:g} seconds, not "
+                f"{self.server_lease_s:g}"
             )
         if not IDLE_S_MIN <= idle_s <= IDLE_S_MAX:
             raise InvalidArgumentError(

@@ -23,7 +23,6 @@ from smb.coordinator.messages import replica_messages
 from smb.coordinator.records import ServerRecord
 from smb.coordinator.replicas import CopyRole
 from smb.coordinator.session_end_notifier import SessionEndNotifier
-from smb.coordinator.state import SERVER_LEASE_S
 from smb.coordinator.steps.copies import survivors
 from smb.errors import Error
 from smb.rpc import control_pb2 as pb
@@ -94,7 +93,9 @@ class RoleChanges:
         state = self._commit_log.state
         known = state.servers.get(server.name)
         same = known is not None and known.instance_id == server.instance_id
-        renewed = same and state.server_leases.ends.get(server.name, 0.0) > asked_at + SERVER_LEASE_S
+        leases = state.server_leases
+        renewed = same and leases.ends.get(server.name, 0.0) > asked_at + leases.duration_s
+        renewed = renewed and server.name not in state.overdue  # whose lease was prolonged without a renewal
         return RunLiveness.ALIVE if renewed else RunLiveness.MUTE
 
     async def silent_survivors(self) -> frozenset[str]:

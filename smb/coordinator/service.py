@@ -63,7 +63,6 @@ from smb.coordinator.records import BufferRecord, Kind, key_of
 from smb.coordinator.role_changes import RoleChanges
 from smb.coordinator.segment_maker import OTHERS_CREATION_S, SegmentMaker
 from smb.coordinator.session_end_notifier import SessionEndNotifier
-from smb.coordinator.state import SERVER_LEASE_S
 from smb.coordinator.steps.copies import NotAskedError, backups_of
 from smb.coordinator.steps.creation import made_before
 from smb.coordinator.store import StoreError
@@ -87,7 +86,6 @@ from smb.rpc.control_pb2_grpc import CoordinatorServicer
 from smb.security.roles import ANYBODY, Role, caller
 
 _log = logging.getLogger("coordinator")
-_SERVER_LEASE_MS = int(SERVER_LEASE_S * 1000)
 _ASKS_MAX = 4  # how often a registration asks a server what it holds, while buffers are being made on it
 _LAST_WORD_S = 0.5  # the time before a call's deadline that is left for an answer with a reason
 # Opens that may wait at once under one certificate: as many as it may have sessions. Each takes 10 KiB.
@@ -205,6 +203,9 @@ class CoordinatorService(CoordinatorServicer):
     def _session_lease_ms(self) -> int:
         return int(self._commit_log.state.session_leases.granted_s * 1000)
 
+    def _server_lease_ms(self) -> int:
+        return int(self._commit_log.state.server_leases.duration_s * 1000)
+
     async def CloseSession(self, request: pb.CloseSessionRequest, context: Context) -> pb.CloseSessionReply:
         self._check_session(request)
         self._record_reports(request)
@@ -239,7 +240,7 @@ class CoordinatorService(CoordinatorServicer):
         answer = next(effect for effect in committed.effects if isinstance(effect, AnswerDrops))
         failpoint("coordinator.register.stored")
         return pb.RegisterServerReply(
-            lease_ms=_SERVER_LEASE_MS,
+            lease_ms=self._server_lease_ms(),
             drop_segment_ids=answer.segment_ids,
             drop_epochs=answer.epochs,
             room_segment_ids=answer.rooms,
@@ -279,7 +280,7 @@ class CoordinatorService(CoordinatorServicer):
         if look.run is RunLiveness.MUTE:
             raise UnavailableError(
                 f'the former run of memory server "{rival.name}", at {rival.data_address}, does not answer, and its '
-                f"lease runs for at most {SERVER_LEASE_S:.0f} s; it must register again"
+                f"lease runs on for now; it must register again"
             )
 
     async def _asked_back(self, event: ServerRegistered) -> ServerRegistered:
@@ -354,7 +355,7 @@ class CoordinatorService(CoordinatorServicer):
             await self._take_news(request)
         state = self._commit_log.state
         return pb.RenewServerReply(
-            lease_ms=_SERVER_LEASE_MS,
+            lease_ms=self._server_lease_ms(),
             ended_sessions=ended_message(committed.state.ended_sessions, request.sessions_seen),
             access=self._tokens.keys(request.name) if self._tokens else None,
             segment_names=committed.state.segment_names(request.unnamed_segments),

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
+from smb.config.limits import RENEWALS_PER_LEASE
 from smb.config.quotas import Quota
 from smb.coordinator import limits
 from smb.coordinator.drop_rules import is_newer
@@ -25,7 +26,7 @@ from smb.coordinator.replicas import Copy, copies_on
 from smb.errors import NOT_APPLIED, UNKNOWN, NotFoundError, UnavailableError
 from smb.published import LOG
 
-SERVER_LEASE_S = 6.0  # renewed at each third of it, so two renewals may get lost
+SERVER_LEASE_S = 6.0  # the default; renewed at each third of it, so two renewals may get lost
 SESSION_LEASE_S = 30.0  # the default; enough for a client that a page fault storm or a debugger holds up
 SESSION_RENEWALS_PER_S = 300.0  # of all clients, a third of what one coordinator answers; beyond it leases grow
 SESSION_LEASE_S_LONGEST = 120.0  # limit of that growth: one client's many sessions must not hide that others are dead
@@ -70,6 +71,9 @@ class State:
     # Servers that must register again before they may renew, because their list of segments may be wrong.
     suspected: frozenset[str] = frozenset()
     server_leases: Leases[str] = field(default_factory=lambda: Leases(SERVER_LEASE_S))
+    # Servers without a sign of life whose lease was prolonged (steps/ticks.py), and how often.
+    overdue: Mapping[str, int] = field(default_factory=dict)
+    former_lease_s: float = SERVER_LEASE_S  # of servers, the longest that may have been granted before this term
     session_leases: Leases[int] = field(default_factory=lambda: Leases(SESSION_LEASE_S))
     client_names: Mapping[int, str] = field(default_factory=dict)
     session_owners: Mapping[int, str] = field(default_factory=dict)  # Caller.key of sessions opened with a certificate
@@ -96,6 +100,17 @@ class State:
     def alive(self, server: str, now: Instant) -> bool:
         """Whether the server's lease runs. A new leader begins with a lease for each known server."""
         return self.server_leases.runs(server, now.monotonic)
+
+    @property
+    def first_lease_s(self) -> float:
+        """How long servers' leases run at the start of this term: a former leader may have granted longer ones."""
+        return max(self.former_lease_s, self.server_leases.duration_s)
+
+    def late(self, now: Instant) -> list[str]:
+        """Return the servers that have a lease and missed all renewals but one in it: if one of several servers that
+        were cut off at the same moment has lost its lease, the others have missed as many."""
+        soon = now.monotonic + self.server_leases.duration_s / RENEWALS_PER_LEASE
+        return [name for name, at in self.server_leases.ends.items() if at <= soon or name in self.overdue]
 
     def heard(self, server: str, now: Instant) -> bool:
         """Whether the server lives and has reported in this term what it holds."""
@@ -260,12 +275,16 @@ def load(
     quotas: Mapping[str, Quota] | None = None,
     token_floor: int = 0,
     lineage: Lineage | None = None,
+    server_lease_s: float = SERVER_LEASE_S,
+    former_lease_s: float = SERVER_LEASE_S,
 ) -> State:
     """Return the state described by these records. Apply a Restarted event before anything else."""
     known = sorted(sessions, key=lambda session: session.ended)
     ended = {session.id: session.ended for session in known if session.ended}
     state = State(
         servers={server.name: server for server in servers},
+        server_leases=Leases(server_lease_s),
+        former_lease_s=former_lease_s,
         session_leases=Leases(session_lease_s, most_per_s=SESSION_RENEWALS_PER_S, longest_s=SESSION_LEASE_S_LONGEST),
         quotas=quotas or {},
         client_names={session.id: session.client_name for session in known if not session.ended},

@@ -184,6 +184,11 @@ COORDINATOR: tuple[Description, ...] = (
     _gauge(
         "smb_coordinator_servers_unheard", "Memory servers that this coordinator has not heard from since its start."
     ),
+    _gauge(
+        "smb_coordinator_servers_overdue",
+        "Memory servers whose lease would have run out, and was prolonged once: most servers were late at once, or the "
+        "coordinator was held up.",
+    ),
     _gauge("smb_coordinator_lost_segments", "Segments whose memory is gone. Their buffers are unusable."),
     _gauge("smb_coordinator_server_alive", "1 while the server's lease runs.", "server"),
     _gauge("smb_coordinator_server_capacity_bytes", "Capacity of the memory server.", "server"),
@@ -203,6 +208,10 @@ COORDINATOR: tuple[Description, ...] = (
         "smb_coordinator_leases_lost_total",
         "Leases that ran out, of a server or a client.",
         "of",
+    ),
+    _counter(
+        "smb_coordinator_held_up_seconds_total",
+        "Seconds in which the coordinator took no renewals: it got no processor, or its store did not answer.",
     ),
     _gauge(
         "smb_coordinator_tick_age_seconds",

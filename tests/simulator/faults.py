@@ -199,6 +199,28 @@ async def coordinator_stopped(world: World, step: Step) -> None:
     process.resume()
 
 
+@fault(2)
+async def coordinator_held_up(world: World, step: Step) -> None:
+    """A coordinator gets no processor for longer than servers' leases run."""
+    process = world.coordinators[world.leader_name() or world.coordinator_names[0]].process
+    process.stop()
+    await asyncio.sleep(6.5 + step.lasts)
+    process.resume()
+
+
+@fault(2)
+async def all_late(world: World, step: Step) -> None:
+    """No memory server reaches a coordinator for a while, nor the other way around; all else goes on."""
+    names, coordinators = sorted(world.hosts), world.coordinator_names
+    well = world.is_calm(*names, *coordinators, for_s=6.0)
+    cuts = {pair for one in names for other in coordinators for pair in ((one, other), (other, one))}
+    world.network.cuts |= cuts
+    if well:
+        world.late_since = dict.fromkeys(names, world.loop.time())
+    await asyncio.sleep(3.0 + step.lasts / 2)
+    world.network.cuts -= cuts
+
+
 @fault(1)
 async def wall_clock_set(world: World, step: Step) -> None:
     """Somebody sets the wall clock."""

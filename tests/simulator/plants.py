@@ -20,6 +20,7 @@ from smb.coordinator.drop_rules import ground_to_drop
 from smb.coordinator.events import (
     BufferMade,
     EraseBuffer,
+    HeldUp,
     Instant,
     MoveAllowed,
     Restarted,
@@ -258,3 +259,22 @@ def joined_to_what_is_lost() -> Replaced:
         return placed(replace(state, missing={}), *rest, **how)
 
     yield creation, "_placed_together", place
+
+
+@plant
+def held_up_unnoticed() -> Replaced:
+    """Leases that ran out while the coordinator stood still are believed to be over. Both mends have to go: most
+    servers are late at once, too.
+    """
+
+    def step(state: State, _: HeldUp, __: Instant) -> Step:
+        return state, ()
+
+    yield steps, "_STEPS", {**steps._STEPS, HeldUp: step}
+    yield State, "late", lambda *_: []
+
+
+@plant
+def most_are_believed_gone() -> Replaced:
+    """If most servers are late at once, all of them count as gone."""
+    yield State, "late", lambda *_: []

@@ -20,7 +20,7 @@ import grpc
 
 from smb.coordinator.bundles import Bundles, bundle_of
 from smb.coordinator.commit_log import Committed
-from smb.coordinator.events import BufferMade, CopyBegun, Event
+from smb.coordinator.events import BufferMade, CopyBegun, Event, Ticked
 from smb.coordinator.state import State
 from smb.rpc import control_pb2 as pb
 from smb.rpc.control_pb2_grpc import CoordinatorStub
@@ -41,6 +41,8 @@ START_S = 20.0
 FAULTS_S = 40.0  # until the last of them is over
 CALM_S = 18.0  # for so long nothing has befallen a host that is well
 LOOK_S = 0.5
+REACHED_S = 9.0  # in which a server has renewed or registered again: a lease, and a little
+LATE_S_MAX = 9.5  # after which servers that were cut off together may be taken for dead: two leases, less two renewals
 QUIET_S = 45.0  # of a client's last event: it may ask for a buffer's data for so long
 EPISODES_MAX = 4
 TRACE_MAX = 400
@@ -127,6 +129,9 @@ class World:
         self.copies_begun = 0
         self.copies_missing = 0  # at most, at one time since faults ended
         self._troubled_at: dict[str, float] = {}  # by host: when something last befell it
+        self._unreached_at: dict[str, float] = {}  # by host: when its network, or its store, was last in trouble
+        self._down_at: dict[str, float] = {}  # by host: when its process was last killed or stopped
+        self.late_since: dict[str, float] = {}  # servers that were cut off together, while all was well otherwise
         self._alone_since: dict[int, float] = {}
         self._ghosts_since: dict[tuple[str, int], float] = {}
         self.strikes: list[Callable[[str, str, str], bool]] = []  # are asked about each message; true: they are over
@@ -139,18 +144,38 @@ class World:
         now = self.loop.time()
         return all(name and now - self._troubled_at.get(name, 0.0) >= for_s for name in names)
 
+    def is_reached(self, name: str) -> bool:
+        """Whether a server, the leader and the store have reached each other for a while, and the server runs. The
+        leader may have stood still.
+        """
+        now = self.loop.time()
+        wire = (name, self.leader_name(), "etcd")
+        reached = all(now - self._unreached_at.get(each, 0.0) >= REACHED_S for each in wire)
+        return reached and now - self._down_at.get(name, 0.0) >= REACHED_S
+
+    def is_late_only(self, name: str) -> bool:
+        """Whether a server was cut off together with all others, for less than two leases, and nothing else befell it
+        or the leader since.
+        """
+        since, now = self.late_since.get(name), self.loop.time()
+        if since is None or now - since > LATE_S_MAX:
+            return False
+        return all(self._down_at.get(each, 0.0) < since for each in (name, *self.coordinator_names))
+
     async def _look(self) -> None:
         """See which hosts are in trouble, and who waits."""
         while True:
             now, network = self.loop.time(), self.network
             processes = [each.process for each in (*self.servers.values(), *self.coordinators.values())]
-            troubled = {each.host for each in processes if not each.alive or each.stopped}
-            troubled |= {name for cut in network.cuts for name in cut} | network.slow.keys()
+            down = {each.host for each in processes if not each.alive or each.stopped}
+            unreached = {name for cut in network.cuts for name in cut} | network.slow.keys()
             if network.breaks:
-                troubled |= {*self.hosts, *self.coordinator_names, "etcd"}
+                unreached |= {*self.hosts, *self.coordinator_names, "etcd"}
             if self.store.takes_nothing:
-                troubled |= {*self.coordinator_names}
-            self._troubled_at |= dict.fromkeys(troubled, now)
+                unreached |= {*self.coordinator_names}
+            self._down_at |= dict.fromkeys(down, now)
+            self._unreached_at |= dict.fromkeys(unreached, now)
+            self._troubled_at |= dict.fromkeys(down | unreached, now)
             state = self.leading_state()
             if state is not None:
                 self._look_at_copies(state)
@@ -291,6 +316,9 @@ class World:
             records = committed.state.buffers.values()
             missing = sum(bool(not segment.backup and segment.epoch) for each in records for segment in each.segments)
             self.copies_missing = max(self.copies_missing, missing)
+        if isinstance(event, Ticked):
+            for name in sorted(before.server_leases.ends.keys() - committed.state.server_leases.ends.keys()):
+                invariants.check(self, "gone", name, before)
         if isinstance(event, BufferMade):
             invariants.check(self, "made", committed.state, event.key)
         if isinstance(event, CopyBegun):
@@ -324,7 +352,8 @@ class World:
     def _kill(self, process: Process) -> None:
         if process.alive:
             self.say(f"{process.name} is killed")
-            self._troubled_at[process.host] = self.loop.time()  # it may be back before the next look
+            # It may be back before the next look.
+            self._troubled_at[process.host] = self._down_at[process.host] = self.loop.time()
             process.kill()
             self.network.died(process)
 

@@ -306,6 +306,16 @@ def _of_records(state: State, now: Instant) -> Iterator[Problem]:
         title = f"{len(unheard)} memory {'server was' if len(unheard) == 1 else 'servers were'} not heard of yet"
         action = "Wait: a running server registers within seconds. Otherwise the server counts as gone after 6 s."
         yield Problem(NOTE, title, detail, action)
+    if state.overdue:
+        count = len(state.overdue)
+        yield Problem(
+            WARNING,
+            f"{count} memory {'server is' if count == 1 else 'servers are'} late, and not believed to be gone yet",
+            f"Most memory servers were late at once, or the coordinator could not take renewals for a while. So it "
+            f"waits a lease more for {_listed(sorted(state.overdue))} before their copies are made elsewhere.",
+            "Look at the coordinator's host and network first: no processor left, a slow disk or etcd "
+            "(smb_coordinator_held_up_seconds_total). For planned work: smb maintenance.",
+        )
     for server, held in sorted(state.unexplained.items()):
         if not held:
             continue

@@ -22,7 +22,9 @@ from smb.coordinator.events import (
     CopyBegun,
     CopyDropped,
     Event,
+    HeldUp,
     Instant,
+    LeaseShortened,
     MoveAllowed,
     NamesFreed,
     Restarted,
@@ -48,6 +50,8 @@ from smb.coordinator.steps import copies, creation, names, servers, sessions, ti
 _STEPS: dict[type, Callable[[State, Any, Instant], Step]] = {
     Restarted: ticks.restarted,
     Ticked: ticks.ticked,
+    HeldUp: ticks.held_up,
+    LeaseShortened: ticks.lease_shortened,
     ServerRegistered: servers.server_registered,
     ServerRenewed: servers.server_renewed,
     ServerLeft: servers.server_left,

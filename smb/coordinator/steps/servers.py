@@ -62,6 +62,7 @@ def server_registered(state: State, event: ServerRegistered, now: Instant) -> St
         servers={**state.servers, server.name: server},
         server_leases=state.server_leases.grant(server.name, now.monotonic),
         suspected=state.suspected - {server.name},
+        overdue=without(state.overdue, server.name),
         missing={**state.missing, server.name: missing},
         others={**state.others, server.name: others},
         other_terms={
@@ -173,6 +174,8 @@ def server_renewed(state: State, event: ServerRenewed, now: Instant) -> Step:
     server = replace(server, used_bytes=event.used_bytes, last_seen_at=now.wall)
     leases = state.server_leases.grant(event.name, now.monotonic)
     state = replace(state, servers={**state.servers, event.name: server}, server_leases=leases)
+    if event.name in state.overdue:
+        state = replace(state, overdue=without(state.overdue, event.name))
     if event.copies or event.name in state.progress:
         reported = {copy.segment_id: copy for copy in event.copies}
         progress = {**state.progress, event.name: reported} if reported else without(state.progress, event.name)
@@ -183,7 +186,7 @@ def server_renewed(state: State, event: ServerRenewed, now: Instant) -> Step:
 def server_left(state: State, event: ServerLeft, now: Instant) -> Step:
     """A server has stopped cleanly."""
     server = _registered(state, event.name, event.instance_id)
-    state = replace(state, server_leases=state.server_leases.end(event.name))
+    state = _ended(state, event.name)
     report = Report(logging.INFO, f'memory server "{event.name}" left')
     if forgettable(state, event.name, now):
         return replace(state, servers=without(state.servers, event.name)), (EraseServer(event.name), report)
@@ -197,7 +200,12 @@ def server_died(state: State, event: ServerDied, _: Instant) -> Step:
     if known is None or known.instance_id != event.instance_id or event.name not in state.server_leases.ends:
         return state, ()
     report = Report(logging.WARNING, f'memory server "{event.name}" is dead: its process is gone')
-    return replace(state, server_leases=state.server_leases.end(event.name)), (report,)
+    return _ended(state, event.name), (report,)
+
+
+def _ended(state: State, name: str) -> State:
+    """Return the state without the server's lease."""
+    return replace(state, server_leases=state.server_leases.end(name), overdue=without(state.overdue, name))
 
 
 def server_drained(state: State, event: ServerDrained, now: Instant) -> Step:

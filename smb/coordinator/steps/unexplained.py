@@ -23,7 +23,7 @@ from smb.coordinator.events import (
     UnexplainedJudged,
 )
 from smb.coordinator.records import BufferRecord, Held, SegmentRecord
-from smb.coordinator.state import SERVER_LEASE_S, State, Step, add, remove, without
+from smb.coordinator.state import State, Step, add, remove, without
 from smb.coordinator.steps.copies import CHANGED_BYTES_MAX
 from smb.coordinator.steps.interrupted import interrupted_judged
 from smb.drop_reasons import Ground
@@ -41,7 +41,7 @@ def unexplained_judged(state: State, event: UnexplainedJudged, now: Instant) -> 
     if ended or not any(state.unexplained.values()):
         return state, ended
     effects: list[Effect] = []
-    if now.monotonic >= state.began + SERVER_LEASE_S and state.every_server_was_heard(now):
+    if now.monotonic >= state.began + state.first_lease_s and state.every_server_was_heard(now):
         state, taken_up = _take_up(state, event.changes_max, now)
         effects += taken_up
     where = state.where()

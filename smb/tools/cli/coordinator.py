@@ -17,6 +17,7 @@ from smb.tools.cli.options import option
 from smb.tools.cli.output import console
 
 _LEASE_S = SETTINGS["coordinator.session_lease"].default
+_SERVER_LEASE_S = SETTINGS["coordinator.server_lease"].default
 _TOKEN_LIFETIME_S = SETTINGS["coordinator.token_lifetime"].default
 
 
@@ -28,6 +29,7 @@ def coordinator(
     metrics: Annotated[str, option("coordinator.metrics")] = SETTINGS["coordinator.metrics"].default,
     ready_file: Annotated[Path | None, option("coordinator.ready_file")] = None,
     session_lease: Annotated[float, option("coordinator.session_lease")] = _LEASE_S,
+    server_lease: Annotated[float, option("coordinator.server_lease")] = _SERVER_LEASE_S,
     idle_names: Annotated[float | None, option("coordinator.idle_names")] = None,
     stripe: Annotated[str | None, option("coordinator.stripe")] = None,
     checksum: Annotated[bool, option("coordinator.checksum")] = SETTINGS["coordinator.checksum"].default,
@@ -63,6 +65,7 @@ def coordinator(
             metrics=metrics,
             ready_file=ready_file,
             session_lease_s=session_lease,
+            server_lease_s=server_lease,
             idle_names_s=idle_names,
             stripe_bytes=parse_bytes(stripe or 0),
             checksum=checksum,

@@ -104,6 +104,7 @@ def server_json(server: ServerInfo) -> dict[str, Any]:
         "weight": server.weight,
         "draining": server.draining,
         "unheard": server.unheard,
+        "overdue": server.overdue,
     }
 
 

@@ -160,7 +160,7 @@ def _table(servers: Sequence[ServerInfo]) -> Table:
     for server in servers:
         rows.add_row(
             server.name,
-            server_state(server) + (", draining" if server.draining else ""),
+            server_state(server) + (", overdue" if server.overdue else "") + (", draining" if server.draining else ""),
             server.address,
             format_bytes(server.capacity),
             format_bytes(server.used),

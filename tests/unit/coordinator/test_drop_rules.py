@@ -126,13 +126,14 @@ def test_an_empty_server_is_not_promoted(cluster: Cluster) -> None:
 
 
 def test_a_primary_that_was_started_anew_waits_for_what_its_backup_tells(cluster: Cluster) -> None:
-    """That may be empty by now. It waits for one lease at most."""
+    """That may be empty by now. It waits for one lease at most, or for two, as most servers are late at once."""
     number = segment(cluster).id
     cluster = again(cluster)
-    with pytest.raises(errors.UnavailableError, match='"a" was restarted, and b with the other copies'):
-        back(cluster, "a", frozenset({number}), run=2)
-    cluster.seconds += SERVER_LEASE_S
-    cluster.do(Ticked())
+    for _ in range(2):
+        with pytest.raises(errors.UnavailableError, match='"a" was restarted, and b with the other copies'):
+            back(cluster, "a", frozenset({number}), run=2)
+        cluster.seconds += SERVER_LEASE_S
+        cluster.do(Ticked())
     back(cluster, "a", frozenset({number}), run=2)
     assert (segment(cluster).server, segment(cluster).backup) == ("a", "")
 

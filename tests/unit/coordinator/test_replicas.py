@@ -78,7 +78,8 @@ def test_the_backup_is_promoted_once_the_primary_is_gone(cluster: Cluster, how: 
     (segment,) = record.segments
     if how == "lease":
         cluster.seconds += SERVER_LEASE_S / 2
-        cluster.renew(segment.backup)
+        cluster.renew("b")
+        cluster.renew("c")
         cluster.do(Ticked())
         assert roles(cluster.state.buffers["w"]) == [("a", segment.backup, 1)]
         cluster.seconds += SERVER_LEASE_S / 2 + 0.1
