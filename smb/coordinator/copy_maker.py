@@ -18,6 +18,7 @@ from dataclasses import replace
 
 from smb.coordinator.bundles import Bundles, bundle_of
 from smb.coordinator.commit_log import CommitLog, Committed
+from smb.coordinator.copy_pace import CopyPace
 from smb.coordinator.draining import BOUND
 from smb.coordinator.events import CopyBegun, CopyDropped, MoveAllowed, ServerCounted, ServerSuspected
 from smb.coordinator.memserver_client import MemoryServers
@@ -57,6 +58,7 @@ class CopyMaker:
         self._said: dict[int, str] = {}  # by bundle: the last warning
         self._bound: dict[int, float] = {}  # segments that their servers reported as unable to move; until when
         self._without_room: frozenset[str] = frozenset()  # titles of buffers that were logged as having no room
+        self._pace = CopyPace()
         self._making: set[tuple[str, int]] = set()  # (server, segment) of copies that have not begun
 
     def bound(self) -> Collection[int]:
@@ -122,6 +124,7 @@ class CopyMaker:
         if not drained and not self._moves and not any(map(_wants, records)):
             self._without_room, self._bound = frozenset(), {}
             self._said = {}
+            self._pace.rest()
             return
         self._bound = {number: until for number, until in self._bound.items() if until > now.monotonic}
         avoid = frozenset(name for name, until in self._avoided_until.items() if until > now.monotonic)
@@ -137,12 +140,9 @@ class CopyMaker:
         self._moves = still_wanted(self._moves, records, pool, self._bound)
         self._say_without_room(records, pool)
         self._say_lacking(records)
-        await asyncio.gather(
-            *(
-                self._begin(wish)
-                for wish in wishes(records, pool, avoid, self._moves, apart, self._bound, self.resting(), kept)
-            )
-        )
+        most = self._pace.most(now.monotonic, strained=bool(state.late(now)))
+        found = wishes(records, pool, avoid, self._moves, apart, self._bound, self.resting(), kept, most)
+        await asyncio.gather(*map(self._begin, found))
 
     async def _begin(self, wish: Wish) -> None:
         if not wish.target:

@@ -9,6 +9,7 @@ from collections.abc import Collection, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from smb.coordinator.bundles import Bundles, Member, bundle_of
+from smb.coordinator.copy_pace import MOST
 from smb.coordinator.placement import Pool, place_copy
 from smb.coordinator.rebalance import Move
 from smb.coordinator.records import BufferRecord, SegmentRecord
@@ -63,12 +64,14 @@ def wishes(
     bound: Container[int] = frozenset(),
     resting: Container[int] = frozenset(),
     kept: Container[tuple[str, int]] = frozenset(),
+    most: int = MOST,
+    held: bool = False,
 ) -> list[Wish]:
     """Return the copies to begin now, a few for each server: first replacements of lost copies, then copies that leave
     drained servers, then `moves`, by segment. `avoid`: servers that are asked for nothing. `apart`: pairs of servers
     that do not copy to each other. `bound`: segments that cannot move. `resting`: bundles that wait. `kept`: servers
-    that have another copy of a segment in quarantine. A bundle is one copy, and it waits while one of its buffers is
-    being made.
+    that have another copy of a segment in quarantine. `most`: copies that may be under way in all. `held`: lost copies
+    are not replaced for now. A bundle is one copy, and it waits while one of its buffers is being made.
     """
     bundles = Bundles(records)
     under_way = {
@@ -83,11 +86,13 @@ def wishes(
     found = [wish for wish in _surplus(records, pool, moves or {}) if not {wish.source, wish.leaving} & avoid]
     begun: set[int] = set()
     for record, segment, source, leaving, chosen in (
-        *_lost(records),
+        *(() if held else _lost(records)),
         *_leaving(records, pool),
         *_moving_out(records, pool, bound),
         *_moving(records, moves or {}, bound),
     ):
+        if len(under_way) + len(begun) >= most:
+            break
         nbytes = bundles.file_bytes(record, segment)
         if (
             not pool.alive(source)
