@@ -186,8 +186,8 @@ COORDINATOR: tuple[Description, ...] = (
     ),
     _gauge(
         "smb_coordinator_servers_overdue",
-        "Memory servers whose lease would have run out, and was prolonged once: most servers were late at once, or the "
-        "coordinator was held up.",
+        "Memory servers that are late, and whose lease runs anew: most servers were late at once, or the coordinator "
+        "was held up.",
     ),
     _gauge("smb_coordinator_lost_segments", "Segments whose memory is gone. Their buffers are unusable."),
     _gauge("smb_coordinator_server_alive", "1 while the server's lease runs.", "server"),

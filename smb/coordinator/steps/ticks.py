@@ -75,9 +75,8 @@ def ticked(state: State, event: Ticked, now: Instant) -> Step:
     def alive(name: str) -> bool:
         return state.server_leases.runs(name, now.monotonic)
 
-    run_out = state.server_leases.run_out(now.monotonic)
-    late = state.late(now) if run_out else []
-    unproven = [name for name in run_out if name not in state.overdue]
+    late = state.late(now)
+    unproven = [name for name in late if name not in state.overdue]
     if unproven and len(late) >= 2 and 2 * len(late) > len(state.server_leases.ends):
         # Rather this coordinator or its network is in trouble than most servers at once. Taking them for dead would
         # have all their copies made again, which costs more leases.
