@@ -536,6 +536,7 @@ class Client:
                 draining=server.draining,
                 unheard=server.unheard,
                 overdue=server.overdue,
+                maintenance_until=server.maintenance_until,
                 quarantined=tuple(
                     QuarantinedInfo(each.segment_id, each.name, each.nbytes, each.reason) for each in server.quarantined
                 ),

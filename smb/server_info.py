@@ -29,6 +29,8 @@ class ServerInfo:
     - `zone` is the location that the server was given.
     - `draining`: the server gets no new memory and gives up what it has.
     - `overdue`: the server is late, and counts as alive for one lease more.
+    - `maintenance_until`: until then lost copies are not made anew if the server is away, in seconds since 1970; 0 if
+      no maintenance is planned.
     - `quarantined` lists memory that no record accounts for. It is empty for clients that are limited to namespaces.
     """
 
@@ -45,6 +47,7 @@ class ServerInfo:
     draining: bool = False
     unheard: bool = False
     overdue: bool = False
+    maintenance_until: float = 0.0
     quarantined: tuple[QuarantinedInfo, ...] = ()
 
     @property

@@ -19,6 +19,7 @@ _UNITS = {
     "T": 1 << 40, "TIB": 1 << 40, "TB": 10**12,
 }  # fmt: skip
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+_SECONDS = {"": 1, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86_400}
 WEIGHT_MIN, WEIGHT_MAX = 1e-6, 1e12  # bits per second fit too; sums and ratios stay far from the limits of a float
 
 
@@ -51,6 +52,15 @@ def format_bytes(count: int) -> str:
             break
         value, unit = value / 1024, larger
     return f"{value:.1f}".removesuffix(".0") + f" {unit}"
+
+
+def parse_seconds(duration: str) -> float:
+    """Return seconds from "90", "90s", "30m", "1.5h" or "2d". Raises InvalidArgumentError for anything else."""
+    match = _SIZE.fullmatch(duration)
+    unit = _SECONDS.get(match[2]) if match else None
+    if match is None or unit is None:
+        raise InvalidArgumentError(f"a duration must be a number and a unit, such as '30m' or '2h', not {duration!r}")
+    return float(match[1]) * unit
 
 
 def check_weight(what: str, weight: float) -> None:

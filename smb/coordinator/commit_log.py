@@ -7,6 +7,7 @@ coordinator, and an event that could not be stored had no effect. All of it runs
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import math
 from collections import defaultdict
@@ -30,6 +31,7 @@ from smb.coordinator.events import (
     Restarted,
     SaveBuffer,
     SaveLineage,
+    SaveMaintenance,
     SaveSequence,
     SaveServer,
     SaveServerLease,
@@ -49,6 +51,7 @@ from smb.errors import UnavailableError
 _log = logging.getLogger("coordinator")
 _BUFFER, SERVER, _SESSION = "buffer/", "server/", "session/"
 _FLOOR = "lock/floor"
+_MAINTENANCE = "maintenance"  # JSON: by server, "" for all, its end in seconds since 1970
 _PROBE = "probe"  # a key without meaning, written to find out whether the store works
 _TERMS = "lineage/terms"
 _SERVER_LEASE = "lease/server"  # the key of how long servers' leases run, if it is not the default
@@ -301,6 +304,8 @@ def _changes(effects: Sequence[Effect]) -> dict[str, str | None]:
                 changes[_FLOOR] = str(token)
             case SaveLineage(terms):
                 changes[_TERMS] = terms
+            case SaveMaintenance(until):
+                changes[_MAINTENANCE] = json.dumps(dict(until)) if until else None
             case SaveServerLease(seconds):
                 changes[_SERVER_LEASE] = f"{seconds:g}"
             case SaveSequence(sequence):
@@ -325,8 +330,9 @@ def _read(
         sessions = [SessionRecord.from_json(text) for key, text in texts.items() if key.startswith(_SESSION)]
         token_floor = int(texts.get(_FLOOR, "0"))
         lineage = Lineage.of(texts.get(_TERMS, ""), texts.get(SEQUENCE, ""))
+        maintenance = {str(name): float(until) for name, until in json.loads(texts.get(_MAINTENANCE, "{}")).items()}
         former_lease_s = float(texts.get(_SERVER_LEASE, SERVER_LEASE_S))
-    except (KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise StoreError(f"a record in the store cannot be read: {error!r}; restore the store from a backup") from error
     return load(
         buffers,
@@ -339,4 +345,5 @@ def _read(
         lineage,
         server_lease_s=server_lease_s,
         former_lease_s=former_lease_s,
+        maintenance=maintenance,
     )

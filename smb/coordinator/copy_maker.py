@@ -141,7 +141,9 @@ class CopyMaker:
         self._say_without_room(records, pool)
         self._say_lacking(records)
         most = self._pace.most(now.monotonic, strained=bool(state.late(now)))
-        found = wishes(records, pool, avoid, self._moves, apart, self._bound, self.resting(), kept, most)
+        found = wishes(
+            records, pool, avoid, self._moves, apart, self._bound, self.resting(), kept, most, state.copies_held(now)
+        )
         await asyncio.gather(*map(self._begin, found))
 
     async def _begin(self, wish: Wish) -> None:

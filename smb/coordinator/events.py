@@ -155,6 +155,19 @@ class ServerDrained:
 
 
 @dataclass(frozen=True, slots=True)
+class MaintenancePlanned:
+    """For so many seconds lost copies are not made anew while this server is away, or at all if `name` is empty."""
+
+    name: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class MaintenanceEnded:
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
 class CopyBegun:
     """The run `instance_id` of `target` has made room for a copy of a segment, to be made in that epoch. `leaving`: the
     server whose copy it replaces; empty: it replaces a lost copy. If `leaving` has the primary, that has yielded.
@@ -315,6 +328,8 @@ Event = (
     | SegmentsForgotten
     | BackupsLost
     | ServerDrained
+    | MaintenancePlanned
+    | MaintenanceEnded
     | CopyBegun
     | CopyDropped
     | MoveAllowed
@@ -377,6 +392,13 @@ class SaveServerLease:
     """Store how long the leases of servers run, in seconds, for the next leader."""
 
     seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class SaveMaintenance:
+    """`until`: by server, "" for all, in seconds since 1970; without any, the record is erased."""
+
+    until: Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -460,6 +482,7 @@ StoreChange = (
     | SaveTokenFloor
     | SaveLineage
     | SaveServerLease
+    | SaveMaintenance
     | SaveSequence
 )
 Effect = StoreChange | MakeSegments | DropSegments | AnswerDrops | EndQuarantine | WakeOpeners | TellEnded | Report

@@ -185,6 +185,7 @@ def server_message(state: State, server: ServerRecord, now: Instant) -> pb.Serve
         zone=server.zone,
         draining=server.draining,
         overdue=server.name in state.overdue,
+        maintenance_until=state.maintenance_until(server.name, now),
     )
 
 

@@ -125,6 +125,7 @@ def _totals(state: State, now: Instant) -> Iterator[Metric]:
     granted = sum(state.alive(name, now) for name in state.servers)
     yield gauge("smb_coordinator_servers_unheard", granted - len(alive))
     yield gauge("smb_coordinator_servers_overdue", len(state.overdue))
+    yield gauge("smb_coordinator_copies_held", int(state.copies_held(now)))
     yield gauge("smb_coordinator_lost_segments", len(state.lost_segments(now)))
     yield gauge("smb_coordinator_sessions", len(state.client_names))
     yield gauge("smb_coordinator_ended_sessions", len(state.ended_sessions.numbers))

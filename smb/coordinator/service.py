@@ -30,6 +30,8 @@ from smb.coordinator.events import (
     BufferRenamed,
     CopyProgress,
     DropSegments,
+    MaintenanceEnded,
+    MaintenancePlanned,
     NamesFreed,
     SegmentsForgotten,
     ServerDrained,
@@ -418,6 +420,17 @@ class CoordinatorService(CoordinatorServicer):
             stays_left_out=max(0, len(stays) - STAYS_SHOWN_MAX),
             copying=copies_to_come(state.buffers.values(), pool, self._copy_maker.resting()),
         )
+
+    async def Maintain(self, request: pb.MaintainRequest, context: Context) -> pb.MaintainReply:
+        _check_unlimited("Maintain")
+        if request.all == bool(request.name):
+            raise InvalidArgumentError("maintenance: name one memory server, or ask for all of them")
+        if request.end:
+            await self._commit_log.commit(MaintenanceEnded(request.name))
+            self._roles.on_copies()
+            return pb.MaintainReply()
+        committed = await self._commit_log.commit(MaintenancePlanned(request.name, request.for_ms / 1000))
+        return pb.MaintainReply(until=committed.state.maintenance[request.name].until_wall)
 
     async def Rebalance(self, request: pb.RebalanceRequest, context: Context) -> pb.RebalanceReply:
         """See control.proto. Planned in a thread, since it takes long with very many buffers."""

@@ -31,6 +31,7 @@ SESSION_LEASE_S = 30.0  # the default; enough for a client that a page fault sto
 SESSION_RENEWALS_PER_S = 300.0  # of all clients, a third of what one coordinator answers; beyond it leases grow
 SESSION_LEASE_S_LONGEST = 120.0  # limit of that growth: one client's many sessions must not hide that others are dead
 FIRST_EPOCH = 1
+ALL_SERVERS = ""  # in the place of a server's name, for maintenance
 ARRIVED = ".arrived"  # suffix of the buffer that says which bytes of a mirror are there (smb/relay/arrived.py)
 
 Key = TypeVar("Key")
@@ -44,6 +45,14 @@ class Allocation:
 
     nbytes: int = 0
     segments: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Maintenance:
+    """Planned work: its end on the monotonic clock of this term, and in seconds since 1970."""
+
+    until: float
+    until_wall: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +83,7 @@ class State:
     # Servers without a sign of life whose lease was prolonged (steps/ticks.py), and how often.
     overdue: Mapping[str, int] = field(default_factory=dict)
     former_lease_s: float = SERVER_LEASE_S  # of servers, the longest that may have been granted before this term
+    maintenance: Mapping[str, Maintenance] = field(default_factory=dict)  # by server, or ALL_SERVERS
     session_leases: Leases[int] = field(default_factory=lambda: Leases(SESSION_LEASE_S))
     client_names: Mapping[int, str] = field(default_factory=dict)
     session_owners: Mapping[int, str] = field(default_factory=dict)  # Caller.key of sessions opened with a certificate
@@ -115,6 +125,18 @@ class State:
     def heard(self, server: str, now: Instant) -> bool:
         """Whether the server lives and has reported in this term what it holds."""
         return self.alive(server, now) and server not in self.suspected
+
+    def copies_held(self, now: Instant) -> bool:
+        """Whether lost copies are not made anew for now: a server in maintenance is away, or all are in maintenance."""
+        return any(
+            planned.until > now.monotonic and (name == ALL_SERVERS or not self.heard(name, now))
+            for name, planned in self.maintenance.items()
+        )
+
+    def maintenance_until(self, server: str, now: Instant) -> float:
+        """Return when the maintenance of a server ends, in seconds since 1970; 0 if there is none."""
+        found = (self.maintenance.get(name) for name in (server, ALL_SERVERS))
+        return max((each.until_wall for each in found if each is not None and each.until > now.monotonic), default=0.0)
 
     def confirmed(self, server: str, segment_id: int, now: Instant) -> bool:
         """Whether the server was heard of in this term and holds its copy of a segment that the records place there."""
@@ -277,6 +299,7 @@ def load(
     lineage: Lineage | None = None,
     server_lease_s: float = SERVER_LEASE_S,
     former_lease_s: float = SERVER_LEASE_S,
+    maintenance: Mapping[str, float] | None = None,
 ) -> State:
     """Return the state described by these records. Apply a Restarted event before anything else."""
     known = sorted(sessions, key=lambda session: session.ended)
@@ -285,6 +308,7 @@ def load(
         servers={server.name: server for server in servers},
         server_leases=Leases(server_lease_s),
         former_lease_s=former_lease_s,
+        maintenance={name: Maintenance(math.inf, until) for name, until in (maintenance or {}).items()},
         session_leases=Leases(session_lease_s, most_per_s=SESSION_RENEWALS_PER_S, longest_s=SESSION_LEASE_S_LONGEST),
         quotas=quotas or {},
         client_names={session.id: session.client_name for session in known if not session.ended},

@@ -184,6 +184,7 @@ COORDINATOR: tuple[Description, ...] = (
     _gauge(
         "smb_coordinator_servers_unheard", "Memory servers that this coordinator has not heard from since its start."
     ),
+    _gauge("smb_coordinator_copies_held", "1 while lost copies are not made anew, for smb maintenance."),
     _gauge(
         "smb_coordinator_servers_overdue",
         "Memory servers that are late, and whose lease runs anew: most servers were late at once, or the coordinator "

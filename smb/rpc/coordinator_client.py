@@ -228,6 +228,14 @@ class Coordinator:
         reply: pb.DrainServerReply = self._call("DrainServer", pb.DrainServerRequest(name=name, undo=undo), timeout)
         return reply
 
+    def maintain(self, name: str, seconds: float, timeout: float, *, end: bool = False) -> float:
+        """Hold re-copying for planned work on a server (empty: on all), or end that. Return its end in seconds since
+        1970.
+        """
+        request = pb.MaintainRequest(name=name, all=not name, for_ms=round(1000 * seconds), end=end)
+        reply: pb.MaintainReply = self._call("Maintain", request, timeout)
+        return reply.until
+
     def rebalance(self, timeout: float, *, dry_run: bool, single_copies: bool = False) -> pb.RebalanceReply:
         """Return the moves that are made from now on, or with `dry_run` would be made. See control.proto."""
         request = pb.RebalanceRequest(dry_run=dry_run, single_copies=single_copies)

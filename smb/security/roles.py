@@ -113,6 +113,7 @@ RULES: Mapping[str, Permission] = {
     "/smb.v1.Coordinator/RenameBuffer": Permission(_WRITERS, names=("name", "new_name", "displaced_name")),
     "/smb.v1.Coordinator/ListServers": Permission(_USERS),
     "/smb.v1.Coordinator/DrainServer": Permission(frozenset({Role.OPERATOR})),
+    "/smb.v1.Coordinator/Maintain": Permission(frozenset({Role.OPERATOR})),
     "/smb.v1.Coordinator/ForgetSegments": Permission(frozenset({Role.OPERATOR})),
     "/smb.v1.Coordinator/Rebalance": Permission(frozenset({Role.OPERATOR})),
     "/smb.v1.Coordinator/Overview": Permission(_USERS),  # refused later to callers limited to namespaces

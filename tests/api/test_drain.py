@@ -190,6 +190,34 @@ def test_what_cannot_leave_is_named(client: smb.Client, cluster: smb.LocalCluste
     run(cluster, "undrain", "server-2")
 
 
+def test_no_copy_is_made_anew_during_maintenance(client: smb.Client, cluster: smb.LocalCluster) -> None:
+    """A server is stopped, worked on, and started again: its copies wait for the maintenance's end. What is wrong about
+    the command is said.
+    """
+    buffer = client.create("w", 1000, replicas=2, servers=["server-0"])
+    lost = client.open("w").layout.segments[0].backup
+    number = int(lost.rpartition("-")[2])
+    assert f"until then lost copies are not made anew while {lost} is away" in run(
+        cluster, "maintenance", lost, "--for", "30m"
+    )
+    cluster.servers[number].kill()
+    buffer.fill(3)
+    wait_for(lambda: client.open("w").info.degraded, "the loss of a copy")
+    (shown,) = [each for each in json.loads(run(cluster, "status", "--json"))["servers"] if each["name"] == lost]
+    assert 0 < shown["maintenance_until"] - time.time() < 1801
+    assert "gone, maintenance for" in run(cluster, "status")
+    assert 'a segment of buffer "w" is being copied to' not in cluster.coordinator.log.read_text()
+    cluster.servers[number].start()
+    wait_for(lambda: second_copy.are_whole(client), "two copies again, once the server is back")
+    assert "lost copies are made anew" in run(cluster, "maintenance", lost, "--end")
+    assert (client.open("w").read() == 3).all()
+    assert "name one memory server, or say --all" in run(cluster, "maintenance", fails=True)
+    assert "name one memory server, or say --all" in run(cluster, "maintenance", lost, "--all", fails=True)
+    assert "a duration must be a number and a unit" in run(cluster, "maintenance", lost, "--for", "soon", fails=True)
+    assert "must last from 1 to 604800 seconds" in run(cluster, "maintenance", "--all", "--for", "8d", fails=True)
+    assert "no memory server has that name" in run(cluster, "maintenance", "server-9", fails=True)
+
+
 def test_what_is_refused(client: smb.Client, cluster: smb.LocalCluster) -> None:
     """An unknown server, no room elsewhere, no other server. It is not being drained then."""
     client.create("w", 2_200_000, replicas=2)

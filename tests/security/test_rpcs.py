@@ -40,6 +40,7 @@ MAY = {
         "ListServers": USERS,
         "DrainServer": "operator",
         "Rebalance": "operator",
+        "Maintain": "operator",
         "ForgetSegments": "operator",
         "Overview": USERS,
         "LockHolder": WRITERS,

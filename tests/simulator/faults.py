@@ -344,6 +344,17 @@ async def drained(world: World, step: Step) -> None:
     await world.operate("DrainServer", pb.DrainServerRequest(name=name, undo=True))
 
 
+@fault(2)
+async def maintained(world: World, step: Step) -> None:
+    """An operator plans work on a server, or on all, and perhaps ends that; or it ends by itself."""
+    rng = step.rng()
+    name = _server(world, step) if rng.random() < 0.7 else ""
+    request = pb.MaintainRequest(name=name, all=not name, for_ms=round(1000 * (1.0 + 3 * step.lasts)))
+    await world.operate("Maintain", request)
+    await asyncio.sleep(rng.choice((step.lasts, 4 * step.lasts)))
+    await world.operate("Maintain", pb.MaintainRequest(name=name, all=not name, end=True))
+
+
 @fault(1)
 async def rebalanced(world: World, step: Step) -> None:
     """Copies are moved so that servers are about equally full."""

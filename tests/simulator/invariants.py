@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from smb.coordinator.bundles import Bundles, bundle_of
+from smb.coordinator.events import CopyBegun
 from smb.coordinator.state import Allocation, State
 from tests.simulator.engine import Host
 from tests.simulator.truth import Part
@@ -23,6 +24,7 @@ AT_REST: list[Callable[[World], str]] = []
 ALONE_S_MAX = 18.0
 LISTED_S_MAX = 3.0
 DROP_S_MAX = 3.0  # a server has dropped what it was told to, and the coordinator has its answer
+ABOUT_TO_BEGIN_S = 12.0  # in which a copy that was decided begins, or its server does not answer in time
 WAITS_S_MAX = 20.0  # three leases, and a little
 COPIES_FACTOR, COPIES_BESIDE = 3, 8  # copies begun may be so many times what was lost, and so many more
 
@@ -134,6 +136,16 @@ def a_copy_is_made_while_servers_are_well(world: World, number: int, title: str,
     """A segment with one copy gets a second one within a bound, while nothing befalls anybody."""
     well = alone_s > ALONE_S_MAX and world.is_calm(world.leader_name(), *world.hosts, "etcd")
     return f"{title}: {number:016x} has had one copy for {alone_s:.1f} s" if well and not world.is_draining() else ""
+
+
+@after("begun")
+def no_copy_is_made_anew_during_maintenance(world: World, before: State, event: CopyBegun) -> str:
+    """While lost copies are held, none begins, but for those that were about to."""
+    record, since = before.buffers.get(event.key), world.held_since
+    held = since is not None and world.loop.time() - since > ABOUT_TO_BEGIN_S and before.copies_held(world.now())
+    if not held or event.leaving or record is None or record.replicas < 2:
+        return ""
+    return f"a copy of {record.title} begins on {event.target}, though maintenance holds copies"
 
 
 @after("listed")

@@ -132,6 +132,7 @@ class World:
         self._unreached_at: dict[str, float] = {}  # by host: when its network, or its store, was last in trouble
         self._down_at: dict[str, float] = {}  # by host: when its process was last killed or stopped
         self.late_since: dict[str, float] = {}  # servers that were cut off together, while all was well otherwise
+        self.held_since: float | None = None  # since when lost copies are not made anew, for maintenance
         self._alone_since: dict[int, float] = {}
         self._ghosts_since: dict[tuple[str, int], float] = {}
         self.strikes: list[Callable[[str, str, str], bool]] = []  # are asked about each message; true: they are over
@@ -231,6 +232,10 @@ class World:
         # Nor over memory of it that a server keeps beside the records.
         beside = {number for held in state.unexplained.values() for number in held}
         alone = {number: (title, members) for number, (title, members) in alone.items() if members.isdisjoint(beside)}
+        if state.copies_held(self.now()):  # nobody copies anything, for maintenance
+            alone, self.held_since = {}, now if self.held_since is None else self.held_since
+        else:
+            self.held_since = None
         self._alone_since = {number: self._alone_since.get(number, now) for number in alone}
         for number, (title, _) in alone.items():
             invariants.check(self, "alone", number, title, now - self._alone_since[number])
@@ -323,6 +328,7 @@ class World:
             invariants.check(self, "made", committed.state, event.key)
         if isinstance(event, CopyBegun):
             self.copies_begun += 1
+            invariants.check(self, "begun", before, event)
         if self._tell is not None:
             self.say(f"commit {event}"[:400])
 

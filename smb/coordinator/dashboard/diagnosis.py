@@ -306,6 +306,17 @@ def _of_records(state: State, now: Instant) -> Iterator[Problem]:
         title = f"{len(unheard)} memory {'server was' if len(unheard) == 1 else 'servers were'} not heard of yet"
         action = "Wait: a running server registers within seconds. Otherwise the server counts as gone after 6 s."
         yield Problem(NOTE, title, detail, action)
+    if state.copies_held(now):
+        ends = ", ".join(
+            f"{name or 'all memory servers'} for {planned.until - now.monotonic:.0f} s more"
+            for name, planned in sorted(state.maintenance.items())
+        )
+        yield Problem(
+            NOTE,
+            "Lost copies are not made anew: maintenance",
+            f"An operator has planned work: {ends}. A buffer that has lost a copy keeps one until then.",
+            "When the work is done: smb maintenance SERVER --end, or smb maintenance --all --end.",
+        )
     if state.overdue:
         count = len(state.overdue)
         yield Problem(

@@ -25,6 +25,8 @@ from smb.coordinator.events import (
     HeldUp,
     Instant,
     LeaseShortened,
+    MaintenanceEnded,
+    MaintenancePlanned,
     MoveAllowed,
     NamesFreed,
     Restarted,
@@ -45,7 +47,7 @@ from smb.coordinator.events import (
     UnexplainedJudged,
 )
 from smb.coordinator.state import State, Step
-from smb.coordinator.steps import copies, creation, names, servers, sessions, ticks, unexplained
+from smb.coordinator.steps import copies, creation, maintenance, names, servers, sessions, ticks, unexplained
 
 _STEPS: dict[type, Callable[[State, Any, Instant], Step]] = {
     Restarted: ticks.restarted,
@@ -57,6 +59,8 @@ _STEPS: dict[type, Callable[[State, Any, Instant], Step]] = {
     ServerLeft: servers.server_left,
     ServerDied: servers.server_died,
     ServerDrained: servers.server_drained,
+    MaintenancePlanned: maintenance.maintenance_planned,
+    MaintenanceEnded: maintenance.maintenance_ended,
     ServerReturned: copies.server_returned,
     UnexplainedJudged: unexplained.unexplained_judged,
     SegmentsForgotten: unexplained.segments_forgotten,

@@ -24,9 +24,10 @@ from smb.coordinator.events import (
 from smb.coordinator.placement import SERVERS_SHOWN_MAX
 from smb.coordinator.records import BufferRecord
 from smb.coordinator.replicas import fail_over
-from smb.coordinator.state import State, Step, remove, without
+from smb.coordinator.state import Maintenance, State, Step, remove, without
 from smb.coordinator.steps.copies import judge_copies
 from smb.coordinator.steps.interrupted import interrupted
+from smb.coordinator.steps.maintenance import LASTS_S_MAX, over
 from smb.coordinator.steps.servers import forgettable
 from smb.coordinator.steps.sessions import end_sessions
 
@@ -59,6 +60,10 @@ def restarted(state: State, event: Restarted, now: Instant) -> Step:
         state,
         server_leases=leases.prolong(state.servers, now.monotonic + state.first_lease_s),
         former_lease_s=state.first_lease_s,
+        maintenance={
+            name: Maintenance(now.monotonic + min(planned.until_wall - now.wall, LASTS_S_MAX), planned.until_wall)
+            for name, planned in state.maintenance.items()
+        },
         suspected=frozenset(state.servers),
         session_leases=state.session_leases.grant_all(state.client_names, now.monotonic),
         ended_sessions=replace(state.ended_sessions, incarnation=event.incarnation),
@@ -70,7 +75,7 @@ def restarted(state: State, event: Restarted, now: Instant) -> Step:
 
 def ticked(state: State, event: Ticked, now: Instant) -> Step:
     """End sessions and servers whose leases ran out, and let other copies take over."""
-    effects: list[Effect] = []
+    state, effects = over(state, now)
 
     def alive(name: str) -> bool:
         return state.server_leases.runs(name, now.monotonic)

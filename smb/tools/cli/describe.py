@@ -105,6 +105,7 @@ def server_json(server: ServerInfo) -> dict[str, Any]:
         "draining": server.draining,
         "unheard": server.unheard,
         "overdue": server.overdue,
+        "maintenance_until": server.maintenance_until,
     }
 
 

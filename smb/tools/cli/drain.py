@@ -1,5 +1,5 @@
 """`smb drain SERVER`, `smb undrain SERVER`, `smb rebalance`: move segments between servers while clients work. `smb
-forget SERVER`: free memory that belongs to no buffer.
+maintenance`: hold re-copying during planned work. `smb forget SERVER`: free memory that belongs to no buffer.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from smb.config.parse import format_bytes
+from smb.config.parse import format_bytes, parse_seconds
 from smb.errors import Error, InvalidArgumentError
 from smb.tools.cli.connection import coordinator_at
 from smb.tools.cli.options import Coordinator
@@ -70,6 +70,36 @@ def undrain(server: Server, coordinator: Coordinator = None) -> None:
     with coordinator_at(coordinator) as cluster:
         cluster.drain_server(server, _CALL_S, undo=True)
     console().print(f"{server} gets new segments again")
+
+
+def maintenance(
+    server: Annotated[str | None, typer.Argument(metavar="SERVER", help="The memory server's name.")] = None,
+    everything: Annotated[bool, typer.Option("--all", help="All memory servers, instead of one.")] = False,
+    lasts: Annotated[
+        str, typer.Option("--for", metavar="DURATION", help="How long: 90s, 30m, 2h, at most 7d. It ends by itself.")
+    ] = "1h",
+    end: Annotated[bool, typer.Option("--end", help="End it now.")] = False,
+    coordinator: Coordinator = None,
+) -> None:
+    """Hold re-copying during planned work, such as a server's restart.
+
+    Until its end, lost copies are not made anew: while SERVER is away, or with --all in any case. The other copies go
+    on. As long as a buffer has one copy, the loss of that copy's server loses data. The maintenance survives a restart
+    of the coordinator; smb status shows it.
+
+    Example: smb maintenance storage-2 --for 30m
+    """
+    if everything == bool(server):
+        raise InvalidArgumentError("name one memory server, or say --all")
+    title = server or "all memory servers"
+    with coordinator_at(coordinator) as cluster:
+        until = cluster.maintain(server or "", parse_seconds(lasts), _CALL_S, end=end)
+    if end:
+        console().print(f"maintenance of {title} has ended: lost copies are made anew")
+        return
+    at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(until))
+    whose = f"while {server} is away" if server else "whichever server is away"
+    console().print(f"maintenance of {title} until {at}: until then lost copies are not made anew {whose}")
 
 
 def forget(

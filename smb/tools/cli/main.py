@@ -22,7 +22,7 @@ from smb.tools.cli.copy import cp, restore, snapshot
 from smb.tools.cli.create import create
 from smb.tools.cli.demo import demo
 from smb.tools.cli.doctor import doctor
-from smb.tools.cli.drain import drain, forget, rebalance, undrain
+from smb.tools.cli.drain import drain, forget, maintenance, rebalance, undrain
 from smb.tools.cli.ls import ls
 from smb.tools.cli.mount import mount, umount
 from smb.tools.cli.options import Command, Config, configured
@@ -38,7 +38,7 @@ from smb.tools.cli.train import train
 from smb.tools.cli.up import up
 
 _GROUPS: dict[str, tuple[Any, ...]] = {
-    "A cluster": (up, coordinator, status, top, drain, undrain, rebalance, forget),
+    "A cluster": (up, coordinator, status, top, drain, undrain, maintenance, rebalance, forget),
     "Trainings": (train, plan, demo),
     "Buffers": (ls, stat, create, rm, relay, cp, snapshot, restore),
     "Buffers as files": (mount, umount),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,7 +12,7 @@ import typer
 from smb.errors import Error
 from smb.tools.cli.connection import connect, coordinator_at
 from smb.tools.cli.options import Coordinator, Json
-from smb.tools.cli.output import console, counted, format_ago, print_json, printable, table
+from smb.tools.cli.output import console, counted, format_ago, format_duration, print_json, printable, table
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -153,14 +154,13 @@ def _coordinators(found: Sequence[dict[str, str]]) -> str:
 
 def _table(servers: Sequence[ServerInfo]) -> Table:
     from smb.config.parse import format_bytes
-    from smb.tools.cli.describe import server_state
 
     numbers = ("CAPACITY", "USED", "SEGMENTS")
     rows = table("SERVER", "STATE", "ADDRESS", *numbers, "LAST SEEN", right=numbers)
     for server in servers:
         rows.add_row(
             server.name,
-            server_state(server) + (", overdue" if server.overdue else "") + (", draining" if server.draining else ""),
+            _words(server),
             server.address,
             format_bytes(server.capacity),
             format_bytes(server.used),
@@ -169,6 +169,19 @@ def _table(servers: Sequence[ServerInfo]) -> Table:
             style=None if server.alive else "yellow" if server.unheard else "red",
         )
     return rows
+
+
+def _words(server: ServerInfo) -> str:
+    """Return a server's state, and what an operator has asked for it."""
+    from smb.tools.cli.describe import server_state
+
+    left_s = server.maintenance_until - time.time()
+    more = (
+        "overdue" if server.overdue else "",
+        "draining" if server.draining else "",
+        f"maintenance for {format_duration(left_s)}" if left_s > 0 else "",
+    )
+    return ", ".join((server_state(server), *filter(None, more)))
 
 
 def _summary(totals: dict[str, Any]) -> str:
