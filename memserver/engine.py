@@ -223,7 +223,7 @@ class Engine:
         _check(lib.smb_server_listen_unix(self._server, os.fsencode(path)), f"listen on {path}")
 
     def use_tls(self, tls: Tls) -> None:
-        """Use TLS on all new TCP connections."""
+        """Use TLS on all new TCP connections, and close those whose peer these credentials do not accept (any more)."""
         lib.smb_server_use_tls(self._server, tls.pointer)
 
     def take_slots(self, count: int) -> Slots:

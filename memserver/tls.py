@@ -1,17 +1,20 @@
-"""TLS of the data port: whether it is used, and certificates that follow their files."""
+"""TLS of the data port: whether it is used, certificates that follow their files, and the end of connections with
+their certificates."""
 
 from __future__ import annotations
 
 import logging
 import threading
+import time
 
 from memserver.engine import Engine
 from smb.engine import Tls
 from smb.errors import Error, InvalidArgumentError
-from smb.security.credentials import Credentials, Current
+from smb.security.credentials import Credentials, Current, tls_of
 
 AUTO, ON, OFF = CHOICES = ("auto", "on", "off")
 LOOK_S = 1.0
+JUDGE_S = 5.0  # how long a connection may outlive its peer's certificate
 
 _log = logging.getLogger("memserver")
 
@@ -32,6 +35,7 @@ class DataTls:
         self._used: Credentials | None = None
         self._tls: Tls | None = None
         self._complained = ""
+        self._judged_s = 0.0  # when the engine was last asked to close connections whose certificates have ended
         self._look()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="certificates", daemon=True)
@@ -48,9 +52,12 @@ class DataTls:
     def _look(self) -> None:
         found = self._current.now()
         if found is not self._used:
-            tls = Tls(found.ca, found.certificate, found.key)
+            tls = tls_of(found)
             self._engine.use_tls(tls)
-            self._used, self._tls = found, tls
+            self._used, self._tls, self._judged_s = found, tls, time.monotonic()
+        elif self._tls is not None and time.monotonic() - self._judged_s >= JUDGE_S:
+            self._engine.use_tls(self._tls)
+            self._judged_s = time.monotonic()
 
     def _watch(self) -> None:
         while not self._stop.wait(LOOK_S):

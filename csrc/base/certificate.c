@@ -3,7 +3,9 @@
 #include <stdio.h>
 #include <string.h>
 #include <strings.h>
+#include <time.h>
 
+#include <openssl/bn.h>
 #include <openssl/core_names.h>
 #include <openssl/err.h>
 #include <openssl/x509v3.h>
@@ -28,6 +30,7 @@ struct shown {
     int names; /* number of names, counted likewise */
     bool is_for_host;
     bool is_unknown; /* a name of our scheme is of an unknown kind, or empty */
+    bool is_denied;  /* one of its names is */
     struct smb_holder holder;
 };
 
@@ -80,7 +83,16 @@ static bool is_text(const ASN1_IA5STRING *text, const char *expected)
            memcmp(ASN1_STRING_get0_data(text), expected, length) == 0;
 }
 
-static void read_names(X509 *certificate, const char *host, struct shown *shown)
+static bool is_listed(const struct denied *denied, const char *kind, const char *value)
+{
+    char line[SMB_HOST_BYTES + 16];
+    int bytes = snprintf(line, sizeof line, "\n%s=%s\n", kind, value);
+    return denied->lines && bytes > 0 && (size_t)bytes < sizeof line &&
+           strstr(denied->lines, line) != NULL;
+}
+
+static void read_names(X509 *certificate, const struct denied *denied, const char *host,
+                       struct shown *shown)
 {
     struct smb_holder *holder = &shown->holder;
     *shown = (struct shown){0};
@@ -90,7 +102,10 @@ static void read_names(X509 *certificate, const char *host, struct shown *shown)
         if (name->type == GEN_URI) {
             const ASN1_IA5STRING *uri = name->d.uniformResourceIdentifier;
             shown->roles += take_after(role_uri, uri, holder->role, sizeof holder->role);
-            shown->names += take_after(name_uri, uri, holder->name, sizeof holder->name);
+            if (take_after(name_uri, uri, holder->name, sizeof holder->name)) {
+                shown->names++;
+                shown->is_denied |= is_listed(denied, "name", holder->name);
+            }
             shown->is_unknown |= is_unknown(uri);
         } else if (name->type == GEN_DNS) {
             shown->is_for_host |= is_text(name->d.dNSName, host);
@@ -166,6 +181,63 @@ static const char *fault_of(STACK_OF(X509) * chain)
                : "its key must not sign (keyUsage has no digitalSignature)";
 }
 
+/* ---- who is denied --------------------------------------------------------------------------- */
+
+static bool is_serial_listed(const struct denied *denied, X509 *certificate)
+{
+    BIGNUM *number = ASN1_INTEGER_to_BN(X509_get0_serialNumber(certificate), NULL);
+    char *text = number ? BN_bn2hex(number) : NULL;
+    bool found = !text || is_listed(denied, "serial", text + strspn(text, "0"));
+    OPENSSL_free(text);
+    BN_free(number);
+    return found;
+}
+
+/* Not by the library's own check: that refuses all certificates of an authority whose list is out
+ * of date, and who cannot renew a list must still be able to work. */
+static bool is_revoked(const struct denied *denied, X509 *certificate, X509 *issuer)
+{
+    for (int i = 0; i < sk_X509_CRL_num(denied->lists); i++) {
+        X509_CRL *list = sk_X509_CRL_value(denied->lists, i);
+        X509_REVOKED *entry;
+        if (X509_CRL_get0_by_cert(list, &entry, certificate) == 1 &&
+            X509_CRL_verify(list, X509_get0_pubkey(issuer)) == 1)
+            return true;
+    }
+    return false;
+}
+
+/* NULL: nobody in the chain is denied. */
+static const char *denial_of(const struct denied *denied, STACK_OF(X509) * chain,
+                             const struct shown *shown)
+{
+    if (shown->is_denied)
+        return "deny.txt has its name";
+    for (int i = 0; i < sk_X509_num(chain); i++) {
+        X509 *one = sk_X509_value(chain, i);
+        if (denied->lines && is_serial_listed(denied, one))
+            return i == 0 ? "deny.txt has its serial number"
+                          : "deny.txt has the serial number of an issuer in its chain";
+        if (i + 1 < sk_X509_num(chain) && is_revoked(denied, one, sk_X509_value(chain, i + 1)))
+            return i == 0 ? "a list in crl.pem revokes it"
+                          : "a list in crl.pem revokes an issuer in its chain";
+    }
+    return NULL;
+}
+
+static int64_t end_of(STACK_OF(X509) * chain)
+{
+    int64_t first = INT64_MAX;
+    for (int i = 0; i < sk_X509_num(chain); i++) {
+        struct tm moment;
+        if (ASN1_TIME_to_tm(X509_get0_notAfter(sk_X509_value(chain, i)), &moment) != 1)
+            continue;
+        int64_t end = timegm(&moment);
+        first = end < first ? end : first;
+    }
+    return first;
+}
+
 static const char *hint_of(int error, bool serves)
 {
     switch (error) {
@@ -215,14 +287,14 @@ static int judge_chain(X509_STORE_CTX *chain, const struct wanted *wanted,
     return error;
 }
 
-int certificate_judge(X509_STORE *authorities, X509 *certificate, STACK_OF(X509) * chain,
-                      const struct wanted *wanted, struct smb_holder *holder,
-                      char why[SMB_WHY_BYTES])
+int certificate_judge(X509_STORE *authorities, const struct denied *denied, X509 *certificate,
+                      STACK_OF(X509) * chain, const struct wanted *wanted,
+                      struct smb_holder *holder, char why[SMB_WHY_BYTES])
 {
     struct shown shown;
     X509_STORE_CTX *context = X509_STORE_CTX_new();
     int error = X509_V_ERR_OUT_OF_MEM;
-    read_names(certificate, wanted->serves ? wanted->host : "", &shown);
+    read_names(certificate, denied, wanted->serves ? wanted->host : "", &shown);
     snprintf(why, SMB_WHY_BYTES, "out of memory while checking its certificate");
     if (context && X509_STORE_CTX_init(context, authorities, certificate, chain) == 1) {
         X509_VERIFY_PARAM *rules = X509_STORE_CTX_get0_param(context);
@@ -239,6 +311,15 @@ int certificate_judge(X509_STORE *authorities, X509 *certificate, STACK_OF(X509)
                 shown.holder.role, shown.holder.name);
             error = X509_V_ERR_APPLICATION_VERIFICATION;
         }
+        STACK_OF(X509) *verified = X509_STORE_CTX_get0_chain(context);
+        const char *denial = error == X509_V_OK ? denial_of(denied, verified, &shown) : NULL;
+        if (denial) {
+            snprintf(why, SMB_WHY_BYTES,
+                     "its certificate (role \"%s\", name \"%.64s\") is denied: %s",
+                     shown.holder.role, shown.holder.name, denial);
+            error = X509_V_ERR_CERT_REVOKED;
+        }
+        shown.holder.ends_s = error == X509_V_OK ? end_of(verified) : 0;
         if (error == X509_V_OK && !is_whom_we_want(&shown, wanted)) {
             say_who(&shown, wanted, why);
             error = X509_V_ERR_APPLICATION_VERIFICATION;

@@ -26,12 +26,18 @@ struct wanted {
     char host[SMB_HOST_BYTES];
 };
 
+/* Who is refused although the certificate is good: smb_tls_deny. Immutable. */
+struct denied {
+    STACK_OF(X509_CRL) * lists; /* NULL: none */
+    char *lines;                /* begins with a newline; NULL: none */
+};
+
 /* X509_V_OK: *holder says whose certificate it is. Otherwise another number of OpenSSL's, and why[]
  * is the end of a sentence about the peer. `chain` may be NULL, and its certificates may be in any
  * order. */
-int certificate_judge(X509_STORE *authorities, X509 *shown, STACK_OF(X509) * chain,
-                      const struct wanted *wanted, struct smb_holder *holder,
-                      char why[SMB_WHY_BYTES]);
+int certificate_judge(X509_STORE *authorities, const struct denied *denied, X509 *shown,
+                      STACK_OF(X509) * chain, const struct wanted *wanted,
+                      struct smb_holder *holder, char why[SMB_WHY_BYTES]);
 /* Settings of every context and every judgement: keys and signatures of at least 112 bits; the
  * certificates in ca.pem are trusted, also if a higher authority has issued them. */
 enum { CERTIFICATE_SECURITY_LEVEL = 2 };

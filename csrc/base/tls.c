@@ -37,6 +37,7 @@ enum {
 struct smb_tls {
     _Atomic uint32_t references;
     SSL_CTX *server, *client;
+    struct denied denied;
 };
 
 struct tls {
@@ -65,9 +66,10 @@ static int verify(X509_STORE_CTX *chain, void *unused)
     SSL *ssl = X509_STORE_CTX_get_ex_data(chain, SSL_get_ex_data_X509_STORE_CTX_idx());
     struct tls *tls = SSL_get_app_data(ssl);
     (void)unused;
-    int error = certificate_judge(
-        SSL_CTX_get_cert_store(SSL_get_SSL_CTX(ssl)), X509_STORE_CTX_get0_cert(chain),
-        X509_STORE_CTX_get0_untrusted(chain), &tls->wanted, &tls->peer, tls->why);
+    int error = certificate_judge(SSL_CTX_get_cert_store(SSL_get_SSL_CTX(ssl)), &tls->with->denied,
+                                  X509_STORE_CTX_get0_cert(chain),
+                                  X509_STORE_CTX_get0_untrusted(chain), &tls->wanted, &tls->peer,
+                                  tls->why);
     X509_STORE_CTX_set_error(chain, error);
     return error == X509_V_OK;
 }
@@ -187,6 +189,56 @@ int smb_tls_create(const char *ca, const char *certificate, const char *key, str
     return SMB_OK;
 }
 
+/* The next list of a text with several, as next_certificate. */
+static X509_CRL *next_list(BIO *pem, bool *good)
+{
+    X509_CRL *one = PEM_read_bio_X509_CRL(pem, NULL, NULL, NULL);
+    unsigned long error = one ? 0 : ERR_peek_last_error();
+    *good = one ||
+            (ERR_GET_LIB(error) == ERR_LIB_PEM && ERR_GET_REASON(error) == PEM_R_NO_START_LINE);
+    if (!one && *good)
+        ERR_clear_error();
+    return one;
+}
+
+static int take_lists(struct denied *denied, const char *lists)
+{
+    BIO *pem = BIO_new_mem_buf(lists, -1);
+    bool good = true;
+    denied->lists = sk_X509_CRL_new_null();
+    bool room = pem && denied->lists;
+    for (X509_CRL *one; room && good && (one = next_list(pem, &good));) {
+        room = sk_X509_CRL_push(denied->lists, one) > 0;
+        if (!room)
+            X509_CRL_free(one);
+    }
+    BIO_free(pem);
+    return !room ? SMB_OUT_OF_MEMORY : good ? SMB_OK : SMB_INVALID;
+}
+
+int smb_tls_deny(struct smb_tls *tls, const char *lists, const char *denied,
+                 char why[SMB_WHY_BYTES])
+{
+    SMB_ASSERT(!tls->denied.lists && !tls->denied.lines);
+    size_t bytes = strnlen(denied, PEM_BYTES_MAX);
+    why[0] = 0;
+    if (bytes == PEM_BYTES_MAX || strnlen(lists, PEM_BYTES_MAX) == PEM_BYTES_MAX)
+        return SMB_INVALID;
+    ERR_clear_error();
+    int status = lists[0] ? take_lists(&tls->denied, lists) : SMB_OK;
+    if (status == SMB_INVALID)
+        snprintf(why, SMB_WHY_BYTES, "%s", last_error());
+    ERR_clear_error();
+    if (status != SMB_OK || bytes == 0)
+        return status;
+    tls->denied.lines = malloc(bytes + 2);
+    if (!tls->denied.lines)
+        return SMB_OUT_OF_MEMORY;
+    tls->denied.lines[0] = '\n';
+    memcpy(tls->denied.lines + 1, denied, bytes + 1);
+    return SMB_OK;
+}
+
 struct smb_tls *tls_retain(struct smb_tls *tls)
 {
     SMB_ASSERT(atomic_load_explicit(&tls->references, memory_order_relaxed) > 0);
@@ -201,6 +253,8 @@ void smb_tls_release(struct smb_tls *tls)
         return;
     SSL_CTX_free(tls->server);
     SSL_CTX_free(tls->client);
+    sk_X509_CRL_pop_free(tls->denied.lists, X509_CRL_free);
+    free(tls->denied.lines);
     free(tls);
 }
 
@@ -401,6 +455,26 @@ bool tls_client_certificate(const struct tls *tls, uint8_t digest[32])
     return tls->greeted && client && peer && X509_digest(peer, EVP_sha256(), digest, NULL) == 1;
 }
 
+bool tls_still_accepts(struct tls *tls, struct smb_tls *now, int64_t now_s, int *asked)
+{
+    if (!tls->greeted)
+        return true;
+    if (now_s >= tls->peer.ends_s) {
+        snprintf(tls->why, sizeof tls->why, "its certificate has expired");
+        return false;
+    }
+    if (tls->with == now)
+        return true;
+    ++*asked;
+    if (certificate_judge(SSL_CTX_get_cert_store(now->server), &now->denied,
+                          SSL_get0_peer_certificate(tls->ssl), SSL_get_peer_cert_chain(tls->ssl),
+                          &tls->wanted, &tls->peer, tls->why) != X509_V_OK)
+        return false;
+    smb_tls_release(tls->with);
+    tls->with = tls_retain(now);
+    return true;
+}
+
 bool tls_facts(const struct tls *tls, struct tls_facts *facts)
 {
     static const char label[] = "EXPORTER-smb-channel";
@@ -452,8 +526,8 @@ int smb_tls_judge(struct smb_tls *tls, const char *chain, uint32_t roles, const 
         if (!good)
             X509_free(one);
     }
-    good = good && certificate_judge(SSL_CTX_get_cert_store(tls->client), own, others, &wanted,
-                                     holder, why) == X509_V_OK;
+    good = good && certificate_judge(SSL_CTX_get_cert_store(tls->client), &tls->denied, own, others,
+                                     &wanted, holder, why) == X509_V_OK;
     X509_free(own);
     sk_X509_pop_free(others, X509_free);
     BIO_free(pem);

@@ -34,6 +34,8 @@ struct loop {
     struct connection *deferred;
     /* a connection of the loop was fenced by another thread and must be closed */
     _Atomic bool sweep;
+    /* peers' certificates must be looked at: time has passed, or the server has new credentials */
+    _Atomic bool judge;
     pthread_mutex_t answers_lock;
     struct wait *answers; /* waits whose answers came, newest first */
     uint32_t not_greeted;

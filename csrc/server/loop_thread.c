@@ -4,10 +4,12 @@
 #include <sched.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
+#include <time.h>
 #include <unistd.h>
 
 #include "base/assert.h"
 #include "base/clock.h"
+#include "base/tls.h"
 #include "server/connection.h"
 #include "server/counters.h"
 #include "server/inbox.h"
@@ -15,7 +17,7 @@
 #include "server/loop.h"
 #include "server/server.h"
 
-enum { EVENTS_PER_WAIT = 64 };
+enum { EVENTS_PER_WAIT = 64, JUDGED_PER_TURN = 16 };
 
 static void serve(struct loop *loop, struct connection *connection)
 {
@@ -92,6 +94,34 @@ static void drop_fenced(struct loop *loop)
             loop_drop(loop, connection);
         connection = next;
     }
+}
+
+/* Closes the connections of peers whose certificate does not count any more. With new credentials
+ * each certificate is judged again, which takes long, so connections have their turns between. */
+static void judge_peers(struct loop *loop)
+{
+    struct smb_server *server = loop->server;
+    int64_t now_s = (int64_t)time(NULL);
+    int asked = 0;
+    pthread_mutex_lock(&server->tls_lock);
+    struct smb_tls *now = server->tls ? tls_retain(server->tls) : NULL;
+    pthread_mutex_unlock(&server->tls_lock);
+    struct connection *connection = now ? loop->connections : NULL;
+    while (connection && asked < JUDGED_PER_TURN) {
+        struct connection *next = connection->next;
+        struct tls *tls = connection->channel.tls;
+        if (tls && !tls_still_accepts(tls, now, now_s, &asked)) {
+            server_count(&server->errors[SMB_UNTRUSTED], 1);
+            loop_drop(loop, connection);
+        }
+        connection = next;
+    }
+    if (connection) {
+        atomic_store_explicit(&loop->judge, true, memory_order_relaxed);
+        loop_wake(loop);
+    }
+    if (now)
+        smb_tls_release(now);
 }
 
 /* Takes each connection off the list and gives it a turn. The connection may put itself on the list
@@ -186,6 +216,8 @@ static void *run_loop(void *argument)
             take_answers(loop);
             if (atomic_exchange_explicit(&loop->sweep, false, memory_order_acquire))
                 drop_fenced(loop);
+            if (atomic_exchange_explicit(&loop->judge, false, memory_order_acquire))
+                judge_peers(loop);
         }
         if (loop->again)
             serve_list(loop, &loop->again);

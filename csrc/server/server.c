@@ -9,6 +9,7 @@
 #include "memory/journal.h"
 #include "server/counters.h"
 #include "server/forwarder.h"
+#include "server/inbox.h"
 #include "server/loop.h"
 #include "server/segments.h"
 #include "server/loop_thread.h"
@@ -23,6 +24,10 @@ void smb_server_use_tls(struct smb_server *server, struct smb_tls *tls)
     pthread_mutex_unlock(&server->tls_lock);
     if (before)
         smb_tls_release(before);
+    for (int i = 0; i < server->loop_count; i++) {
+        atomic_store_explicit(&server->loops[i].judge, true, memory_order_release);
+        loop_wake(&server->loops[i]);
+    }
 }
 
 int smb_server_create(uint64_t instance, int loops, uint64_t capacity_bytes,

@@ -61,8 +61,9 @@ int smb_server_create(uint64_t instance, int loops, uint64_t capacity_bytes,
 int smb_server_listen_tcp(struct smb_server *server, const char *address, uint16_t port,
                           uint16_t *bound_port);
 /* Requires TLS on TCP connections from here on. A peer must show a certificate of that authority,
- * for a role that uses data (smb/tls.h). A second call replaces the certificates for connections
- * that come later. Takes a reference to `tls`. */
+ * for a role that uses data (smb/tls.h). A later call replaces the certificates for new
+ * connections, and has the loops close those whose peer's certificate has expired or is not
+ * accepted any more. For these alone, call it again with the same. Takes a reference to `tls`. */
 void smb_server_use_tls(struct smb_server *server, struct smb_tls *tls);
 /* Listens on a Unix socket, which accepts only peers of the same uid and of root. The new socket
  * file replaces an older one in one step, so the path always exists. The file stays when the server

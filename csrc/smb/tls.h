@@ -20,6 +20,13 @@ enum { SMB_WHY_BYTES = 400 };
 int smb_tls_create(const char *ca, const char *certificate, const char *key, struct smb_tls **tls,
                    char why[400]);
 void smb_tls_release(struct smb_tls *tls);
+/* Refuses peers whose certificate would be good otherwise. `lists`: revocation lists (CRL) in PEM,
+ * which may be old; each counts for certificates of the authority that has signed it. `denied`:
+ * lines "name=NAME" and "serial=HEX" (upper case, without leading zeros), each ended by a newline.
+ * A serial number counts for each certificate of a chain. Both may be empty. Call it once, before
+ * anybody else uses tls. SMB_INVALID: a text is damaged or too long; why[] as above.
+ * SMB_OUT_OF_MEMORY. */
+int smb_tls_deny(struct smb_tls *tls, const char *lists, const char *denied, char why[400]);
 
 enum { SMB_HOST_BYTES = 256, SMB_CERTIFICATE_BYTES = 32768 };
 enum { SMB_SERVER_NAME_BYTES = 65 /* a memory server's name with its terminating zero */ };
@@ -37,6 +44,7 @@ enum { SMB_ROLES_OF_DATA = 15 }; /* all roles but the coordinator, which uses no
 struct smb_holder {
     char role[32];
     char name[256];
+    int64_t ends_s; /* when the first certificate of its chain ends, in seconds since 1970 */
 };
 /* Judges a certificate that gRPC was shown, by the rules of the engine's own connections
  * (base/certificate.h). `chain` is PEM, with the peer's own certificate first. If this process

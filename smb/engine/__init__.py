@@ -68,7 +68,18 @@ from smb.engine.enums import (
     Status,
     status_name,
 )
-from smb.engine.links import LATEST, ROLES, EngineClient, Link, PendingRequest, Reply, Segment, Tls, Token
+from smb.engine.links import (
+    LATEST,
+    ROLES,
+    DamagedListsError,
+    EngineClient,
+    Link,
+    PendingRequest,
+    Reply,
+    Segment,
+    Tls,
+    Token,
+)
 
 __all__ = [
     "DEFAULT_CHUNK_BYTES",
@@ -92,6 +103,7 @@ __all__ = [
     "Attempt",
     "BufferHandle",
     "ClientCounters",
+    "DamagedListsError",
     "DirectTarget",
     "EngineClient",
     "EngineError",

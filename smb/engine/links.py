@@ -72,6 +72,10 @@ def _bits(roles: Iterable[str]) -> int:
     return int(functools.reduce(operator.or_, (ROLES[role] for role in roles)))
 
 
+class DamagedListsError(InvalidArgumentError):
+    """Revocation lists are not what they should be."""
+
+
 class Tls:
     """The parts of a TLS connection: an authority, a certificate of that authority and its key, as PEM."""
 
@@ -85,6 +89,16 @@ class Tls:
             )
         check(status)
         self.pointer = ffi.gc(made[0], lib.smb_tls_release)
+
+    def deny(self, lists: bytes, denied: bytes) -> None:
+        """Refuse certificates that revocation lists (PEM) or lines "name=NAME" and "serial=HEX" name. Call it once,
+        before anything else. Raises DamagedListsError.
+        """
+        why = _room_for_why()
+        status = lib.smb_tls_deny(self.pointer, lists, denied, why)
+        if status == Status.INVALID:
+            raise DamagedListsError(ffi.string(why).decode() or "too long")
+        check(status)
 
     def judge(self, chain: bytes, roles: Iterable[str], host: str = "") -> tuple[str, str]:
         """Return (role, name) of the holder of a certificate chain (PEM, the peer's own first), by the rules of the

@@ -1,9 +1,11 @@
 """Credentials: the cluster's certificate authority, and this process's certificate and key. All of gRPC's channels and
 ports, with credentials or without, are made here.
 
-A directory holds them as `ca.pem`, `cert.pem` and `key.pem` (`smb certs` makes such directories). Names, not addresses,
-are verified: the coordinator's certificate is for COORDINATOR_NAME, a memory server's for server_name(its name). So
-both may move to another host or port, and neither can pose as the other.
+A directory holds them as `ca.pem`, `cert.pem` and `key.pem` (`smb certs` makes such directories). `deny.txt` and
+`crl.pem` beside ca.pem name certificates that are refused: smb/security/denied.py.
+
+Names, not addresses, are verified: the coordinator's certificate is for COORDINATOR_NAME, a memory server's for
+server_name(its name). So both may move to another host or port, and neither can pose as the other.
 
 A key is never shown, neither by repr nor in errors or logs.
 """
@@ -28,8 +30,9 @@ import grpc.aio
 
 from smb.config.settings import variables_of
 from smb.config.untrusted import open_kept, read_opened
-from smb.engine import Tls
+from smb.engine import DamagedListsError, Tls
 from smb.errors import InvalidArgumentError
+from smb.security.denied import DENY_FILE, LISTS_FILE, entries_of
 from smb.security.verified_channels import Belief, BelievedAioChannel, BelievedChannel, belief_of
 
 CREDENTIALS_VARIABLE = "SMB_CREDENTIALS"
@@ -40,6 +43,9 @@ VARIABLES = (
     CREDENTIALS_VARIABLE, CA_VARIABLE, CERTIFICATE_VARIABLE, KEY_VARIABLE, INSECURE_VARIABLE, METRICS_TOKEN_VARIABLE,
 )  # fmt: skip
 CA_FILE, CERTIFICATE_FILE, KEY_FILE = "ca.pem", "cert.pem", "key.pem"
+
+_LIST_BEGIN = b"-----BEGIN X509 CRL-----"
+_ABSENT = (0, 0, 0)  # the stamp of a file that does not exist
 
 COORDINATOR_NAME = "coordinator.smb"
 
@@ -78,6 +84,8 @@ class Credentials:
     certificate_path: Path
     key_path: Path
     stamp: Stamp = field(compare=False, repr=False)  # identifies the files' state when these bytes were read
+    denied: bytes = field(default=b"", repr=False)  # as smb.security.denied.entries_of returns it
+    revoked: bytes = field(default=b"", repr=False)  # revocation lists in PEM
 
     def check(self) -> None:
         """Raise ssl.SSLError or OSError if the three do not belong together."""
@@ -130,6 +138,11 @@ class Current:
                 return before  # the files were replaced while they were read
             self._credentials = found
             _log.info("credentials were read again from %s", before.certificate_path.parent)
+            if (found.denied, found.revoked) != (before.denied, before.revoked):
+                _log.warning(
+                    "%s and %s beside %s: now %d denied names and serial numbers, and %d revocation lists",
+                    DENY_FILE, LISTS_FILE, found.ca_path, found.denied.count(b"\n"), found.revoked.count(_LIST_BEGIN),
+                )  # fmt: skip
             return self._credentials
 
 
@@ -139,20 +152,37 @@ def _stamp(of: os.stat_result) -> tuple[int, int, int]:
 
 def _stamp_of_files(credentials: Credentials) -> Stamp | None:
     """Return a value that changes with the files; None while one is missing."""
-    try:
-        paths = (credentials.ca_path, credentials.certificate_path, credentials.key_path)
-        return tuple(_stamp(path.stat()) for path in paths)
-    except OSError:
-        return None
+    found = []
+    for path in (
+        credentials.ca_path,
+        credentials.certificate_path,
+        credentials.key_path,
+        *_beside(credentials.ca_path),
+    ):
+        try:
+            found.append(_stamp(path.stat()))
+        except FileNotFoundError:
+            if path.name not in (DENY_FILE, LISTS_FILE):
+                return None
+            found.append(_ABSENT)
+        except OSError:
+            return None
+    return tuple(found)
+
+
+def _beside(ca: Path) -> tuple[Path, Path]:
+    return ca.with_name(DENY_FILE), ca.with_name(LISTS_FILE)
 
 
 def load(ca: Path, certificate: Path, key: Path) -> Credentials:
-    """Read the three files. Raises InvalidArgumentError if one is missing, if users other than this one and root can
-    change or replace it, or if everybody may read the key.
+    """Read the three files, and deny.txt and crl.pem beside `ca` if they are there. Raises InvalidArgumentError if one
+    of the three is missing, if users other than this one and root can change or replace a file, if everybody may read
+    the key, or if a file has something wrong in it.
     """
     parts: list[bytes] = []
     stamps: list[tuple[int, int, int]] = []
-    for path in (ca, certificate, key):
+    deny, lists = _beside(ca)
+    for path in (ca, certificate, key, deny, lists):
         try:
             with os.fdopen(open_kept(path, "the key " if path is key else ""), "rb", buffering=0) as opened:
                 # Before the bytes are read, so that a file that is written meanwhile has another stamp.
@@ -162,12 +192,18 @@ def load(ca: Path, certificate: Path, key: Path) -> Credentials:
         except InvalidArgumentError as error:
             raise InvalidArgumentError(f"credentials: {error}") from None
         except OSError as error:
+            if path in (deny, lists) and isinstance(error, FileNotFoundError):
+                parts.append(b"")
+                stamps.append(_ABSENT)
+                continue
             sets = sorted(found.parent.name for found in path.parent.glob("*/cert.pem"))
             hint = f"name one of its directories: {', '.join(sets)}" if sets else "`smb certs` makes a set for a lab"
             raise InvalidArgumentError(f"credentials: cannot read {path}: {error.strerror}; {hint}") from None
-        if b"-----BEGIN" not in parts[-1]:
-            raise InvalidArgumentError(f"credentials: {path} is not in PEM form")
-    credentials = Credentials(parts[0], parts[1], parts[2], ca, certificate, key, tuple(stamps))
+        if path is not deny and (_LIST_BEGIN if path is lists else b"-----BEGIN") not in parts[-1]:
+            what = "a revocation list (CRL) in PEM form" if path is lists else "in PEM form"
+            raise InvalidArgumentError(f"credentials: {path} is not {what}")
+    denied = entries_of(parts[3], f"credentials: {deny}")
+    credentials = Credentials(parts[0], parts[1], parts[2], ca, certificate, key, tuple(stamps), denied, parts[4])
     try:
         credentials.check()
     except (ssl.SSLError, OSError) as error:
@@ -175,7 +211,19 @@ def load(ca: Path, certificate: Path, key: Path) -> Credentials:
         raise InvalidArgumentError(
             f"credentials: {ca}, {certificate} and {key} do not belong together ({reason})"
         ) from None
+    if parts[4]:
+        _check_lists(credentials, lists)
     return credentials
+
+
+def _check_lists(credentials: Credentials, lists: Path) -> None:
+    """Raise InvalidArgumentError for damaged revocation lists."""
+    try:
+        tls_of(credentials)
+    except DamagedListsError as error:
+        raise InvalidArgumentError(f"credentials: {lists} is damaged: {error}") from None
+    except InvalidArgumentError:
+        pass  # of the certificate or the key: the engine says so where they are used
 
 
 def load_directory(directory: Path | str) -> Credentials:
@@ -216,7 +264,9 @@ def find(directory: Path | str | None = None, variables: Mapping[str, str] | Non
 @functools.lru_cache(maxsize=16)
 def tls_of(credentials: Credentials) -> Tls:
     """Return the credentials as the engine takes them. Raises InvalidArgumentError for keys that are too short."""
-    return Tls(credentials.ca, credentials.certificate, credentials.key)
+    made = Tls(credentials.ca, credentials.certificate, credentials.key)
+    made.deny(credentials.revoked, credentials.denied)
+    return made
 
 
 # ---- all channels and ports

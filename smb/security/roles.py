@@ -11,6 +11,7 @@ smb.security.credentials.check_exposure keeps such ports on loopback, unless the
 
 from __future__ import annotations
 
+import asyncio
 import binascii
 import hashlib
 import logging
@@ -26,7 +27,7 @@ import grpc
 import grpc.aio
 
 from smb.engine import ROLES
-from smb.errors import PermissionDeniedError
+from smb.errors import UNKNOWN, PermissionDeniedError
 from smb.security.credentials import Current, tls_of
 
 _log = logging.getLogger("access")
@@ -131,6 +132,8 @@ RULES: Mapping[str, Permission] = {
     "/smb.v1.MemoryServer/CloseVerbs": Permission(_USERS | _RELAYS),
 }
 
+JUDGED_FOR_S = 5.0  # how long a judgement of a certificate counts
+
 _caller: ContextVar[Caller] = ContextVar("caller", default=ANYBODY)
 
 
@@ -170,7 +173,6 @@ class Callers:
     or one whose authority is no longer trusted, is refused on open connections too. For any thread.
     """
 
-    _AGAIN_S = 5.0
     _KEPT_MAX = 8192
 
     def __init__(self, current: Current) -> None:
@@ -194,7 +196,7 @@ class Callers:
         who = Caller(Role(role), name, namespaces or None)
         if len(self._known) >= self._KEPT_MAX:
             self._known.clear()
-        self._known[shown] = now + self._AGAIN_S, who
+        self._known[shown] = now + JUDGED_FOR_S, who
         return who
 
 
@@ -248,9 +250,33 @@ class RoleInterceptor(grpc.ServerInterceptor):  # type: ignore[type-arg]
         return None if handler is None else _behind(handler, ask)
 
 
+class _EndsWithCertificate:
+    """Cancels the task of a call that is still waiting when its caller's certificate does not count any more."""
+
+    def __init__(self, callers: Callers, auth_context: AuthContext) -> None:
+        """Begin to watch the task that runs now."""
+        self.refusal: PermissionDeniedError | None = None
+        self._callers, self._auth_context = callers, auth_context
+        self._task, self._loop = asyncio.current_task(), asyncio.get_running_loop()
+        self._next = self._loop.call_later(JUDGED_FOR_S, self._look)
+
+    def _look(self) -> None:
+        try:
+            self._callers.of(self._auth_context)
+        except PermissionDeniedError as error:
+            self.refusal = PermissionDeniedError(str(error), outcome=UNKNOWN)
+            if self._task is not None:
+                self._task.cancel()
+        else:
+            self._next = self._loop.call_later(JUDGED_FOR_S, self._look)
+
+    def end(self) -> None:
+        self._next.cancel()
+
+
 class AioGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
     """The same for an asyncio server. Raises PermissionDeniedError to the interceptor around it, and makes the caller
-    known to the call.
+    known to the call. A call that waits ends when its caller's certificate does.
     """
 
     def __init__(self, callers: Callers, only: frozenset[Role] | None = None) -> None:
@@ -269,8 +295,9 @@ class AioGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
 
         async def ask(request: Any, context: Any) -> Any:
             call = _call_of(handler)
+            auth_context = context.auth_context()
             try:
-                who = self._callers.of(context.auth_context())
+                who = self._callers.of(auth_context)
                 if self._only is not None and who.role not in self._only:
                     roles = " and ".join(sorted(role.value for role in self._only))
                     raise PermissionDeniedError(f"this port is for the roles {roles} alone, not for {who}")
@@ -279,7 +306,16 @@ class AioGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
             except PermissionDeniedError as error:
                 _log.warning("refused: %s", error)
                 raise
-            return await call(request, context)
+            watch = _EndsWithCertificate(self._callers, auth_context)
+            try:
+                return await call(request, context)
+            except asyncio.CancelledError:
+                if watch.refusal is None:
+                    raise
+                _log.warning("%s ended: %s", method.rpartition("/")[2], watch.refusal)
+                raise watch.refusal from None
+            finally:
+                watch.end()
 
         return handler if handler is None else _behind(handler, ask)
 

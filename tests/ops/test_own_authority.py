@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 import smb
+from tests.support.daemons import wait_for
 
 ROOT = Path(__file__).parents[2]
 _BLOCK = re.compile(r"^```sh ([\w-]+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -44,6 +46,26 @@ def use(cluster: smb.LocalCluster, place: Path, name: str) -> None:
             alice.open(name)
 
 
+def _revoke(cluster: smb.LocalCluster, authority: Path, place: Path) -> None:
+    """The daemons take the list: alice is out, and who was not revoked works on."""
+    for file in ("cert.pem", "key.pem"):  # the page has the certificates beside the authority
+        shutil.copy(place / "alice" / file, authority / "alice" / file)
+    follow(authority, "revoke")
+    for daemon in ("coordinator", "server-0", "server-1"):
+        shutil.copy(authority / "crl.pem", place / daemon / "crl.pem")
+
+    def why() -> str:
+        try:
+            smb.connect(cluster.address, credentials=place / "alice", timeout=5).close()
+        except smb.PermissionDeniedError as error:
+            return str(error)
+        return ""
+
+    assert "a list in crl.pem revokes it" in wait_for(why, "refusal of alice")
+    with smb.connect(cluster.address, transport="tcp", credentials=place / "client", timeout=30) as client:
+        assert client.open("third").read().size == 1000
+
+
 @pytest.mark.parametrize("algorithm", ["ecdsa", "rsa"])
 def test_the_page_works_as_it_is_written(tmp_path: Path, algorithm: str) -> None:
     """A set, a cluster with it, then the set of another authority in its place while the cluster runs."""
@@ -64,3 +86,4 @@ def test_the_page_works_as_it_is_written(tmp_path: Path, algorithm: str) -> None
             assert sorted(buffer.name for buffer in of_before.list()) == sorted(
                 [f"{prefix}{name}" for name in ("first", "second", "third") for prefix in ("", "team-a/")]
             )
+        _revoke(cluster, tmp_path / "next", place)
