@@ -6,7 +6,7 @@ Each call releases Python's lock, and may be made from any thread until `close`.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -510,11 +510,16 @@ class Engine:
 
     def segment_shares(self) -> dict[int, Share]:
         """Return what was done for each segment, by its id; for at most SHARED_MAX segments."""
-        return _shares(lib.smb_server_segment_shares, self._server)
+        return {number: share for number, share, _ in _shares(lib.smb_server_segment_shares, self._server)}
 
     def session_shares(self) -> dict[int, Share]:
         """Return what was done for each session that has not ended; for at most SHARED_MAX sessions."""
-        return _shares(lib.smb_server_session_shares, self._server)
+        return self.sessions()[0]
+
+    def sessions(self) -> tuple[dict[int, Share], dict[int, int]]:
+        """Return what session_shares returns, and the number of open connections of each of these sessions."""
+        found = list(_shares(lib.smb_server_session_shares, self._server))
+        return {number: share for number, share, _ in found}, {number: count for number, _, count in found}
 
     def take_denials(self) -> tuple[list[Denial], int]:
         """Return the requests refused since the last call, by kind, and the number of those that were not kept."""
@@ -557,20 +562,20 @@ class Engine:
         self._server = ffi.NULL
 
 
-def _shares(read: Callable[[Any, Any, int], int], server: Any) -> dict[int, Share]:
+def _shares(read: Callable[[Any, Any, int], int], server: Any) -> Iterator[tuple[int, Share, int]]:
+    """Yield the id, the share and the connections of each entry."""
     raw = ffi.new("struct smb_share[]", SHARED_MAX)
     found = read(server, raw, SHARED_MAX)
     numbers = memoryview(ffi.buffer(raw, found * _SHARE_BYTES)).cast("B").cast("Q").tolist()
     cells, width = lib.SMB_TRANSPORT_COUNT * lib.SMB_OPCODE_COUNT, _SHARE_BYTES // 8
-    shares: dict[int, Share] = {}
     for at in range(0, len(numbers), width):
-        operations, transferred = numbers[at + 1 : at + 1 + cells], numbers[at + 1 + cells : at + width]
-        shares[numbers[at]] = {
+        operations, transferred = numbers[at + 1 : at + 1 + cells], numbers[at + 1 + cells : at + 1 + 2 * cells]
+        share = {
             divmod(cell, lib.SMB_OPCODE_COUNT): (count, transferred[cell])
             for cell, count in enumerate(operations)
             if count
         }
-    return shares
+        yield numbers[at], share, numbers[at + width - 1]
 
 
 def _held(raw: Any) -> FoundSegment:

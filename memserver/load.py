@@ -82,6 +82,7 @@ def load_of(
     last.shortage.look(counters.turned_away_total)
     last.denied.look(*engine.take_denials(), last.clients.known(), last.buffers.known())
     waits, found = engine.waits(WAITS_MAX)
+    sessions, connections = engine.sessions()
     operations = [
         pb.OperationLoad(transport=transport, kind=kind, count=count, bytes=counters.transferred_bytes[transport, kind])
         for (transport, kind), count in counters.operations.items()
@@ -112,7 +113,12 @@ def load_of(
         ],
         waits_left_out=found - len(waits),
         segments=last.segments.look(engine.segment_shares()),
-        sessions=last.sessions.look(engine.session_shares()),
+        sessions=last.sessions.look(sessions),
+        connected=[
+            pb.SessionConnections(session_id=number, connections=count)
+            for number, count in heapq.nlargest(BUSY_MAX, connections.items(), key=lambda each: each[1])
+            if count
+        ],
     )
 
 

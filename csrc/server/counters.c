@@ -173,9 +173,11 @@ uint64_t smb_server_session_shares(struct smb_server *server, struct smb_share *
     for (const struct connection *connection = server->lanes; connection;
          connection = connection->lane_next) {
         struct smb_share *share = entry_of(shares, &count, most, connection->session);
-        if (share)
-            tally_read(&connection->done, share->operations[connection->transport],
-                       share->bytes[connection->transport]);
+        if (!share)
+            continue;
+        share->connections++;
+        tally_read(&connection->done, share->operations[connection->transport],
+                   share->bytes[connection->transport]);
     }
     pthread_mutex_unlock(&server->lanes_lock);
     return count;

@@ -235,6 +235,7 @@ struct smb_share {
     uint64_t id;
     uint64_t operations[4][26];
     uint64_t bytes[4][26];
+    uint64_t connections; /* of a session: open now */
 };
 /* The counts of each segment (SHM: by local clients on their own mapping), and those of each
  * session that has not ended, over its connections. Writes at most `most` entries in no particular

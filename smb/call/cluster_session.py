@@ -29,7 +29,7 @@ from smb.errors import (
     UnavailableError,
 )
 from smb.rpc import control_pb2 as pb
-from smb.rpc.coordinator_client import Coordinator, SessionEndedError
+from smb.rpc.coordinator_client import KICKED, Coordinator, SessionEndedError
 from smb.security.credentials import Credentials
 from smb.transport.base import Deadline, SegmentLocation, SegmentPath
 from smb.transport.choose import MakesRdma, choose, choose_gated, choose_waits, for_each, make_transports
@@ -43,6 +43,7 @@ _OFTEN_S = 10.0  # with very many clients, whose renewals are rarer, reports com
 _REPORTS_MAX = 16  # training reports in one renewal
 _CLOSE_S = 1.0
 _LOCATE_S = 1.0
+_WHY_S = 1.0
 
 _log = logging.getLogger("smb")
 
@@ -95,6 +96,7 @@ class ClusterSession:
         self._transports = make_transports(transport, self.engine, self._links, self.verbs)
         self.renewals = Renewals()
         self.session_ended = False
+        self._why_ended = SESSION_ENDED
         self.reports: dict[object, Callable[[], pb.TrainingReport]] = {}  # a report of each training, for dashboards
         self.published = PublishedStates()
         self._stop = event()  # of the renewal: the session was closed or garbage-collected
@@ -120,21 +122,16 @@ class ClusterSession:
         if not self.session_ended and not self._closed:
             try:
                 self.coordinator.renew_session(self._session_id, self.name, self.timeout)
-            except SessionEndedError:
-                self._ended()
+            except SessionEndedError as error:
+                self.ended_by(error)
         return self.session_ended
-
-    def _ended(self) -> None:
-        self.session_ended = True
-        self.switch.open = False
-        self.engine.close()
 
     def check_open(self) -> None:
         """Raise UnavailableError if the client was closed or its session has ended, Error in a child of fork."""
         if self._closed:
             raise UnavailableError("the client is closed; call smb.connect again")
         if self.session_ended:
-            raise UnavailableError(SESSION_ENDED)
+            raise UnavailableError(self.why_ended())
         if self._pid != _current_pid:
             raise Error("this client was made before fork, in the parent process; call smb.connect in the child")
 
@@ -198,6 +195,22 @@ class ClusterSession:
 
     def why_untrusted(self, server: str) -> str:
         return self._links.why_untrusted(server)
+
+    def why_ended(self) -> str:
+        """Return why the session has ended, and what to do, as a sentence of an error. Blocks for at most a second."""
+        if not self.session_ended:  # a memory server said so, which does not know why
+            try:
+                self.coordinator.renew_session(self._session_id, self.name, min(self.timeout, _WHY_S))
+            except SessionEndedError as error:
+                self.ended_by(error)
+            except Error as error:
+                _log.debug("the coordinator does not say why the session has ended: %s", error)
+        return self._why_ended
+
+    def ended_by(self, error: SessionEndedError) -> None:
+        """Note the coordinator's answer that the session has ended."""
+        self._why_ended = str(error) if str(error).startswith(KICKED) else SESSION_ENDED
+        self.session_ended = True
 
     @property
     def closed(self) -> bool:
@@ -364,7 +377,9 @@ def _renew(
             _log.error("%s", error)
             ours = session()
             if ours is not None:
-                ours._ended()
+                ours.ended_by(error)
+                ours.switch.open = False
+                ours.engine.close()
             return
         except Error as error:
             _log.debug("the session was not renewed: %s", error)

@@ -430,7 +430,9 @@ class Dispatcher:
         )  # fmt: skip
         reader = opcode is not Opcode.READ and self.session.coordinator.tokens.read_only(segment.id)
         asked = self.arguments.asked_by(request)
-        why, timeout = self.session.why_untrusted(segment.server), self.session.timeout
+        over = outcome.status is Status.SESSION_ENDED
+        why = self.session.why_ended() if over else self.session.why_untrusted(segment.server)
+        timeout = self.session.timeout
         infos = [each.info for each in (self, *call.others)]
         lost = any(info.lost for info in infos)
         moved = any(info.movable for info in infos) and not lost

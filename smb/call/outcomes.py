@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from smb.call.sync_requests import LOST, SESSION_ENDED
+from smb.call.sync_requests import LOST
 from smb.engine import Opcode, Outcome, PartOutcome, Status, UnknownParts
 from smb.errors import (
     APPLIED,
@@ -90,8 +90,8 @@ def error_of(
     """Return the exception for a failed call.
 
     `asked` names the call, `where` the server, and `applied` says what was applied. `timeout` is in seconds. `reader`:
-    the session may only read the segment. `why`: the reason why the peer there is not trusted. `moved`: the segments
-    have moved, and the coordinator knows of no lost memory.
+    the session may only read the segment. `why`: why the peer there is not trusted, or why the session has ended.
+    `moved`: the segments have moved, and the coordinator knows of no lost memory.
     """
     if outcome.status is Status.TIMEOUT:
         return DeadlineError(f"{asked}: no answer from {where} within {timeout:g} s; {applied}")
@@ -121,7 +121,7 @@ def error_of(
     if outcome.status is Status.EVICTED:
         return UnavailableError(f"{asked}: {where} no longer has this session's completion records; {applied}")
     if outcome.status is Status.SESSION_ENDED:
-        return UnavailableError(f"{asked}: {SESSION_ENDED}; {applied}")
+        return UnavailableError(f"{asked}: {why}; {applied}")
     if outcome.status is Status.INVALID:
         return InvalidArgumentError(f"{asked}: {where} refused the request as invalid; {applied}")
     if outcome.status is Status.DENIED:

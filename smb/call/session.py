@@ -48,6 +48,9 @@ class Session(Protocol):
     def why_untrusted(self, server: str) -> str:
         """Return why the peer at a server's address is not trusted to be that server; "" if it is trusted."""
 
+    def why_ended(self) -> str:
+        """Return why the session has ended, and what to do, as a sentence of an error. Blocks for at most a second."""
+
 
 class Fence(Protocol):
     """A lock that protects a change: a server refuses the change once another client holds the lock."""

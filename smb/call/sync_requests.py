@@ -413,7 +413,7 @@ class Home:
             case Status.DENIED:
                 return PermissionDeniedError(f"{asked}: {self._where()} does not allow this session to do that")
             case Status.SESSION_ENDED:
-                return UnavailableError(f"{asked}: {SESSION_ENDED}")
+                return UnavailableError(f"{asked}: {self._client.why_ended()}")
             case Status.DISCONNECTED | Status.LINK_LOST:
                 lost = f"{asked}: the connection to {self._where()} was lost"
                 if not reply.sent:

@@ -57,6 +57,9 @@ class Overview(Protocol):
     def buffer(self, name: str) -> bytes:
         """Return the details of one buffer. Raises NotFoundError."""
 
+    def clients(self, after: str) -> bytes:
+        """Return a page of the clients: those whose keys are greater than `after`."""
+
     def training(self, name: str) -> bytes:
         """Return the details of one training. Raises NotFoundError."""
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from smb.coordinator.lineage import Stamp
-from smb.coordinator.records import BufferRecord, Held, SegmentRecord, ServerRecord, SessionRecord
+from smb.coordinator.records import NOBODY, BufferRecord, Held, Holder, SegmentRecord, ServerRecord, SessionRecord
 from smb.coordinator.validate import Creation
 from smb.drop_reasons import Ground
 
@@ -300,11 +300,11 @@ class NamesFreed:
 
 @dataclass(frozen=True, slots=True)
 class SessionRenewed:
-    """A client opens a session or renews it. `owner`: the key of its certificate, empty without one."""
+    """A client opens a session or renews it. `holder`: of its certificate."""
 
     session_id: int
     client_name: str
-    owner: str = ""
+    holder: Holder = NOBODY
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,6 +312,14 @@ class SessionClosed:
     """A client closed its session."""
 
     session_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class ClientsKicked:
+    """An operator ends all sessions of a client. `name`: see SessionRecord.is_called. `by`: the operator's name."""
+
+    name: str
+    by: str
 
 
 Event = (
@@ -344,6 +352,7 @@ Event = (
     | NamesFreed
     | SessionRenewed
     | SessionClosed
+    | ClientsKicked
 )
 
 

@@ -127,7 +127,7 @@ def _totals(state: State, now: Instant) -> Iterator[Metric]:
     yield gauge("smb_coordinator_servers_overdue", len(state.overdue))
     yield gauge("smb_coordinator_copies_held", int(state.copies_held(now)))
     yield gauge("smb_coordinator_lost_segments", len(state.lost_segments(now)))
-    yield gauge("smb_coordinator_sessions", len(state.client_names))
+    yield gauge("smb_coordinator_sessions", len(state.sessions))
     yield gauge("smb_coordinator_ended_sessions", len(state.ended_sessions.numbers))
 
 

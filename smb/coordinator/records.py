@@ -205,15 +205,39 @@ class Held:
 
 
 @dataclass(frozen=True, slots=True)
+class Holder:
+    """The contents of a client's certificate: `key` is equal for equal contents. All empty without a certificate."""
+
+    key: str = ""
+    role: str = ""
+    name: str = ""
+    namespaces: tuple[str, ...] = ()
+
+
+NOBODY = Holder()
+
+
+@dataclass(frozen=True, slots=True)
 class SessionRecord:
     """A client's session. `ended` is its number among the ended sessions, and 0 while it lives; only the number is kept
-    of an ended session. `owner` is the key of the certificate that opened it, empty without one.
+    of an ended session, and who ended it if that was an operator. `holder` is of the certificate that its client showed
+    last; `since` is in seconds since 1970, 0 if unknown.
     """
 
     id: int
     client_name: str
     ended: int = 0
-    owner: str = ""
+    holder: Holder = NOBODY
+    since: float = 0.0
+    kicked_by: str = ""
+
+    def is_called(self, name: str) -> bool:
+        """Whether the name is in the certificate, or is the client's own, with its process or without."""
+        shown = self.holder.name or self.holder.role
+        own = self.client_name.removesuffix(f" ({shown})") if shown else self.client_name
+        process = own.rpartition(" (")[2].removesuffix(")")
+        program = own.removesuffix(f" ({process})")
+        return bool(name) and name in (self.holder.name, self.client_name, own, program, process)
 
     def to_json(self) -> str:
         """Return the text that `from_json` reads."""
@@ -222,4 +246,7 @@ class SessionRecord:
     @staticmethod
     def from_json(text: str) -> SessionRecord:
         """Read what `to_json` wrote. Raises TypeError or ValueError for anything else."""
-        return SessionRecord(**json.loads(text))
+        fields = json.loads(text)
+        owner = fields.pop("owner", "")  # of a release that stored nothing else of the certificate
+        holder = fields.pop("holder", {"key": owner})
+        return SessionRecord(**fields, holder=Holder(**{**holder, "namespaces": tuple(holder.get("namespaces", ()))}))

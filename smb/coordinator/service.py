@@ -28,6 +28,7 @@ from smb.coordinator.events import (
     AnswerDrops,
     BufferDeleted,
     BufferRenamed,
+    ClientsKicked,
     CopyProgress,
     DropSegments,
     MaintenanceEnded,
@@ -41,6 +42,7 @@ from smb.coordinator.events import (
     ServerReturned,
     SessionClosed,
     SessionRenewed,
+    TellEnded,
 )
 from smb.coordinator.memserver_client import MemoryServers, RunLiveness
 from smb.coordinator.messages import (
@@ -61,7 +63,7 @@ from smb.coordinator.mirrors import Mirrors
 from smb.coordinator.outside import Outside
 from smb.coordinator.placement import SERVERS_SHOWN_MAX
 from smb.coordinator.rebalance import Move, plan
-from smb.coordinator.records import BufferRecord, Kind, key_of
+from smb.coordinator.records import BufferRecord, Holder, Kind, key_of
 from smb.coordinator.role_changes import RoleChanges
 from smb.coordinator.segment_maker import OTHERS_CREATION_S, SegmentMaker
 from smb.coordinator.session_end_notifier import SessionEndNotifier
@@ -93,6 +95,7 @@ _LAST_WORD_S = 0.5  # the time before a call's deadline that is left for an answ
 # Opens that may wait at once under one certificate: as many as it may have sessions. Each takes 10 KiB.
 OPENS_WAITING_MAX = 32_768
 STAYS_SHOWN_MAX = 256
+KICKED_SHOWN_MAX = 256  # names in one answer
 
 _Opening: TypeAlias = pb.CreateBufferRequest | pb.OpenBufferRequest
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
@@ -106,6 +109,14 @@ def _name_of(client_name: str) -> str:
     if who == ANYBODY or who.role is None:
         return name
     return f"{name} ({who.name or who.role.value})"
+
+
+def _holder() -> Holder:
+    """Return the contents of the caller's certificate."""
+    who = caller()
+    if who == ANYBODY or who.role is None:
+        return Holder()
+    return Holder(who.key, who.role.value, who.name, tuple(sorted(who.namespaces or ())))
 
 
 def _mark_lost(message: pb.Buffer, lost: Collection[int]) -> None:
@@ -182,7 +193,7 @@ class CoordinatorService(CoordinatorServicer):
     async def OpenSession(self, request: pb.OpenSessionRequest, context: Context) -> pb.OpenSessionReply:
         session_id = self._new_id()
         name = _name_of(request.client_name)
-        await self._commit_log.commit(SessionRenewed(session_id, name, caller().key))
+        await self._commit_log.commit(SessionRenewed(session_id, name, _holder()))
         failpoint("coordinator.session.opened")
         reply = pb.OpenSessionReply(session_id=session_id, lease_ms=self._session_lease_ms(), shared=self._shared)
         if self._tokens is not None:
@@ -194,7 +205,7 @@ class CoordinatorService(CoordinatorServicer):
         self._check_session(request)
         name = _name_of(request.client_name)
         failpoint("coordinator.session.renewal_asked")
-        await self._commit_log.commit(SessionRenewed(request.session_id, name, caller().key))
+        await self._commit_log.commit(SessionRenewed(request.session_id, name, _holder()))
         failpoint("coordinator.session.renewed")
         self._record_reports(request)
         shown = request.states if caller().role is not Role.SERVER else ()
@@ -463,12 +474,24 @@ class CoordinatorService(CoordinatorServicer):
             make = partial(self._overview.buffer, request.buffer)
         elif request.training:
             make = partial(self._overview.training, request.training)
+        elif request.clients:
+            make = partial(self._overview.clients, request.after)
         text = await self._beside.run(caller().key, make)
         return pb.OverviewReply(json=text.decode())
 
     async def LockHolder(self, request: pb.LockHolderRequest, context: Context) -> pb.LockHolderReply:
-        names = self._commit_log.state.client_names
-        return pb.LockHolderReply(client_name=names.get(request.session_id, ""))
+        return pb.LockHolderReply(client_name=self._commit_log.state.client_name(request.session_id, ""))
+
+    async def KickClients(self, request: pb.KickClientsRequest, context: Context) -> pb.KickClientsReply:
+        _check_unlimited("KickClients")
+        who = caller()
+        by = "an operator" if who == ANYBODY or who.role is None else who.name or who.role.value
+        before = self._commit_log.state.sessions
+        committed = await self._commit_log.commit(ClientsKicked(request.name, by))
+        self._session_ends.tell(committed)
+        ended = [i for effect in committed.effects if isinstance(effect, TellEnded) for i in effect.session_ids]
+        names = sorted(before[number].client_name if number in before else "" for number in ended)
+        return pb.KickClientsReply(session_count=len(ended), clients=names[:KICKED_SHOWN_MAX])
 
     # Buffers
 

@@ -85,8 +85,8 @@ class State:
     former_lease_s: float = SERVER_LEASE_S  # of servers, the longest that may have been granted before this term
     maintenance: Mapping[str, Maintenance] = field(default_factory=dict)  # by server, or ALL_SERVERS
     session_leases: Leases[int] = field(default_factory=lambda: Leases(SESSION_LEASE_S))
-    client_names: Mapping[int, str] = field(default_factory=dict)
-    session_owners: Mapping[int, str] = field(default_factory=dict)  # Caller.key of sessions opened with a certificate
+    sessions: Mapping[int, SessionRecord] = field(default_factory=dict)  # that live
+    kicked: Mapping[int, str] = field(default_factory=dict)  # ended sessions, and the operators who ended them
     ended_sessions: EndedSessions = field(default_factory=EndedSessions)
     stripe_bytes: int = 0  # of buffers created without a stripe; 0: the default of placement.py
     quotas: Mapping[str, Quota] = field(default_factory=dict)  # by namespace; a setting of this run
@@ -262,7 +262,11 @@ class State:
 
     def session_names(self, session_ids: Iterable[int]) -> dict[int, str]:
         """Return the client names of these sessions, where known."""
-        return {number: self.client_names[number] for number in session_ids if number in self.client_names}
+        return {number: self.sessions[number].client_name for number in session_ids if number in self.sessions}
+
+    def client_name(self, session_id: int, default: str = "unknown") -> str:
+        """Return the name of a session's client; `default` if no such session lives."""
+        return self.sessions[session_id].client_name if session_id in self.sessions else default
 
     def pool(self, now: Instant) -> Pool:
         """Return the servers on which buffers can be placed now."""
@@ -311,8 +315,8 @@ def load(
         maintenance={name: Maintenance(math.inf, until) for name, until in (maintenance or {}).items()},
         session_leases=Leases(session_lease_s, most_per_s=SESSION_RENEWALS_PER_S, longest_s=SESSION_LEASE_S_LONGEST),
         quotas=quotas or {},
-        client_names={session.id: session.client_name for session in known if not session.ended},
-        session_owners={session.id: session.owner for session in known if not session.ended and session.owner},
+        sessions={session.id: session for session in known if not session.ended},
+        kicked={session.id: session.kicked_by for session in known if session.ended and session.kicked_by},
         ended_sessions=EndedSessions(0, max(ended.values(), default=0), ended),
         stripe_bytes=stripe_bytes,
         token_floor=token_floor,

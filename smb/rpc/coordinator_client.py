@@ -7,6 +7,7 @@ is asked, until the call's timeout. A single coordinator is waited for while it 
 
 from __future__ import annotations
 
+import json
 import secrets
 import socket
 import ssl
@@ -29,6 +30,9 @@ from smb.security.verified_channels import was_not_sent
 class SessionEndedError(errors.UnavailableError):
     """The session's lease ran out, or it was closed. It cannot be renewed: open a new one with smb.connect."""
 
+
+# How the text begins with which the coordinator refuses a session that an operator has ended.
+KICKED = "an operator ended the session"
 
 # The pairs in control.proto's head.
 _CLASSES: dict[grpc.StatusCode, type[errors.Error]] = {
@@ -247,6 +251,25 @@ class Coordinator:
         request = pb.OverviewRequest(buffer=buffer, training=training)
         reply: pb.OverviewReply = self._call("Overview", request, timeout)
         return reply.json
+
+    def clients(self, timeout: float) -> list[dict[str, Any]]:
+        """Return all clients, as the page shows them. They come in pages, each of its own moment; `timeout` is for all
+        of them.
+        """
+        until, found, after = time.monotonic() + timeout, list[dict[str, Any]](), ""
+        while True:
+            request = pb.OverviewRequest(clients=True, after=after)
+            reply: pb.OverviewReply = self._call("Overview", request, max(0.0, until - time.monotonic()))
+            page = json.loads(reply.json)
+            found += page["clients"]
+            if not page["more"]:
+                return found
+            after = found[-1]["key"]
+
+    def kick_clients(self, name: str, timeout: float) -> pb.KickClientsReply:
+        """End all sessions of a client. Raises NotFoundError if none has that name."""
+        reply: pb.KickClientsReply = self._call("KickClients", pb.KickClientsRequest(name=name), timeout)
+        return reply
 
     def lock_holder(self, name: str, session_id: int, timeout: float) -> str:
         """Return the name of the client whose session a server has named as holding a lock, or a version, of that

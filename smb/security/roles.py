@@ -118,6 +118,7 @@ RULES: Mapping[str, Permission] = {
     "/smb.v1.Coordinator/ForgetSegments": Permission(frozenset({Role.OPERATOR})),
     "/smb.v1.Coordinator/Rebalance": Permission(frozenset({Role.OPERATOR})),
     "/smb.v1.Coordinator/Overview": Permission(_USERS),  # refused later to callers limited to namespaces
+    "/smb.v1.Coordinator/KickClients": Permission(frozenset({Role.OPERATOR})),
     "/smb.v1.Coordinator/LockHolder": Permission(_WRITERS, names=("name",)),
     "/smb.v1.Coordinator/Leader": Permission(_USERS | _RELAYS),
     "/smb.v1.MemoryServer/CreateSegment": _COORDINATOR,

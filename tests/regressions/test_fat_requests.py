@@ -28,6 +28,7 @@ from smb import errors
 from smb.coordinator import limits, service
 from smb.coordinator.commit_log import CommitLog
 from smb.coordinator.events import Instant, SessionClosed, SessionRenewed
+from smb.coordinator.records import Holder as CertificateOf
 from smb.coordinator.records import SessionRecord
 from smb.coordinator.state import State, load
 from smb.coordinator.steps import step
@@ -148,7 +149,7 @@ def test_fields_that_nobody_knows_are_dropped() -> None:
 
 def open_sessions(state: State, first: int, count: int, owner: str) -> State:
     for session_id in range(first, first + count):
-        state, _ = step(state, SessionRenewed(session_id, "one", owner), NOW)
+        state, _ = step(state, SessionRenewed(session_id, "one", CertificateOf(owner)), NOW)
     return state
 
 
@@ -161,8 +162,7 @@ def test_one_certificate_leaves_sessions_for_others(monkeypatch: pytest.MonkeyPa
     state = open_sessions(state, 21, 9, "")
     with pytest.raises(errors.OutOfMemoryError, match="its certificate has 3 already"):
         open_sessions(state, 4, 1, "a")
-    records = [SessionRecord(i, "one", owner=state.session_owners.get(i, "")) for i in state.client_names]
-    again = load((), (), [SessionRecord.from_json(record.to_json()) for record in records])
+    again = load((), (), [SessionRecord.from_json(record.to_json()) for record in state.sessions.values()])
     with pytest.raises(errors.OutOfMemoryError, match="its certificate has 3 already"):
         open_sessions(again, 4, 1, "a")
     state = open_sessions(state, 3, 1, "a")

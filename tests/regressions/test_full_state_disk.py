@@ -144,7 +144,7 @@ def test_a_tick_that_cannot_be_stored_is_told_once(
         store = BrokenStore()
         clock = [Instant(0.0, 0.0)]
         commit_log = await CommitLog.open(store, 1, session_lease_s=1.0, clock=lambda: clock[0])
-        await commit_log.commit(SessionRenewed(1, "one", ""))
+        await commit_log.commit(SessionRenewed(1, "one"))
         store.fails = True
         clock[0] = Instant(100.0, 100.0)
         ticked: list[float] = []
@@ -163,9 +163,9 @@ def test_a_tick_that_cannot_be_stored_is_told_once(
 
         try:
             await asyncio.wait_for(until(lambda: len(ticked) > 5), 20)
-            assert 1 in commit_log.state.client_names
+            assert 1 in commit_log.state.sessions
             store.fails = False
-            await asyncio.wait_for(until(lambda: 1 not in commit_log.state.client_names), 20)
+            await asyncio.wait_for(until(lambda: 1 not in commit_log.state.sessions), 20)
         finally:
             ticking.cancel()
 

@@ -43,6 +43,7 @@ MAY = {
         "Maintain": "operator",
         "ForgetSegments": "operator",
         "Overview": USERS,
+        "KickClients": "operator",
         "LockHolder": WRITERS,
         "Leader": USERS + RELAYS,
     },

@@ -433,3 +433,9 @@ class Client:
         if session:
             self.world.session_ends(session)
             await self.call("CloseSession", pb.CloseSessionRequest(session_id=session))
+
+    @event(1)
+    async def kick(self) -> None:
+        """An operator ends all sessions of this client; another one is opened once it hears of that."""
+        self.world.session_ends(self._session)
+        await self.call("KickClients", pb.KickClientsRequest(name=self.name))

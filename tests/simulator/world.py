@@ -289,7 +289,7 @@ class World:
             invariants.check(self, "lock", name, token, highest)
         holder, other, until = self._locks.get(name, ("", 0, 0.0))
         state = self.leading_state()
-        if other not in (0, session) and self.loop.time() < until and state is not None and other in state.client_names:
+        if other not in (0, session) and self.loop.time() < until and state is not None and other in state.sessions:
             invariants.check(self, "lock held", name, holder, client.name)
         self._locks[name] = (client.name, session, began + LOCK_LEASE_S)
 

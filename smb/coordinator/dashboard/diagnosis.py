@@ -377,7 +377,7 @@ def _of_waits(state: State, seen: Seen, now: Instant) -> Iterator[Problem]:
             held_s = now.monotonic - since
             if record is None or not wait.session_id or not wait.waiting or held_s < HELD_S:
                 continue
-            holder = state.client_names.get(wait.session_id, "an unknown client")
+            holder = state.client_name(wait.session_id, "an unknown client")
             what = "lock" if wait.kind == "lock" else "right to publish"
             waiting = f"{wait.waiting} {'client waits' if wait.waiting == 1 else 'clients wait'}"
             title = f"{record.title}: {holder} has held the {what} for {held_s:.0f} s, and {waiting} for it"

@@ -19,13 +19,13 @@ from smb.coordinator.dashboard.trainings import Trainings, WorkerSeen
 from smb.coordinator.events import (
     BufferDeleted,
     BufferMade,
+    ClientsKicked,
     Event,
     Instant,
     Report,
     ServerLeft,
     ServerRegistered,
     SessionClosed,
-    SessionRenewed,
     Ticked,
 )
 from smb.coordinator.state import State
@@ -189,7 +189,6 @@ class Seen:
     started_at: float
     servers: Mapping[str, ServerWatch]
     left: Mapping[str, float]  # when each server stopped cleanly
-    sessions_since: Mapping[int, float]  # without sessions that are older than this process
     lost_clients: Sequence[tuple[float, str]]  # (when, client name), of the last minutes
     held_since: Mapping[tuple[int, str, int], float]  # when (segment, kind, token) was first seen, monotonic
     events: Sequence[tuple[float, int, str]]  # (when, level of the logging module, text), newest last
@@ -213,7 +212,6 @@ class EventWatch:
         self._bins: dict[str, Bins] = {}
         self._all = Bins()
         self._left: dict[str, float] = {}
-        self._sessions: dict[int, float] = {}
         self._lost_clients: deque[tuple[float, str]] = deque(maxlen=LOST_CLIENTS_MAX)
         self._held: dict[str, dict[tuple[int, str, int], float]] = {}
         self._events: deque[tuple[float, int, str]] = deque(maxlen=EVENTS_MAX)
@@ -248,19 +246,16 @@ class EventWatch:
         """Record an event that was stored."""
         with self._lock:
             match event:
-                case SessionRenewed(session_id, _):
-                    self._sessions.setdefault(session_id, 0.0 if session_id in before.client_names else now.wall)
                 case SessionClosed(session_id):
-                    self._sessions.pop(session_id, None)
                     self.trainings.ended([session_id])
                     self.states.ended([session_id])
-                case Ticked() if before.client_names is not committed.state.client_names:
-                    over = before.client_names.keys() - committed.state.client_names.keys()
+                case Ticked() | ClientsKicked() if before.sessions is not committed.state.sessions:
+                    over = before.sessions.keys() - committed.state.sessions.keys()
                     self.trainings.ended(over)
                     self.states.ended(over)
                     for session_id in over:
-                        self._sessions.pop(session_id, None)
-                        self._lost_clients.append((now.wall, before.client_names[session_id]))
+                        if isinstance(event, Ticked):
+                            self._lost_clients.append((now.wall, before.client_name(session_id)))
                 # Workers of a deleted training may still report it until they leave.
                 case BufferDeleted(name) | BufferMade(name):
                     self.trainings.deleted(name)
@@ -282,7 +277,6 @@ class EventWatch:
                 started_at=self._started_at,
                 servers=dict(self._servers),
                 left=dict(self._left),
-                sessions_since=dict(self._sessions),
                 lost_clients=[lost for lost in self._lost_clients if now.wall - lost[0] <= LOST_CLIENTS_S],
                 held_since={key: since for held in self._held.values() for key, since in held.items()},
                 events=list(self._events),

@@ -10,7 +10,6 @@ of a session could shut its client out.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import secrets
@@ -22,6 +21,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache
 from typing import Any
 
+from smb.coordinator.dashboard.clients import client_page, client_rows, session_key
 from smb.coordinator.dashboard.diagnosis import LATE_S, USUAL, Problem, owners_of, problems
 from smb.coordinator.dashboard.history import Amounts, EventWatch, History, LoadRates, Seen, ServerWatch
 from smb.coordinator.dashboard.states import ClientReport
@@ -110,6 +110,16 @@ class Moment:
                 found[number] = found.get(number, LoadRates()).plus(busy)
         return found
 
+    @cached_property
+    def connections(self) -> dict[int, int]:
+        """The open connections of each session, summed over all servers."""
+        found: dict[int, int] = {}
+        for name, server in self.state.servers.items():
+            watch = self.watch_of(server) if name in self.alive else None
+            for each in watch.load.connected if watch else ():
+                found[each.session_id] = found.get(each.session_id, 0) + each.connections
+        return found
+
     def training_of(self, name: str) -> str | None:
         """Return the training to which a buffer belongs; None for other buffers."""
         if name in self.trainings:
@@ -141,7 +151,7 @@ def overview(view: Moment, address: str) -> Json:
     buffers = state.listed()
     waits = _waits(view)
     shown_buffers = _shown(view, buffers)
-    clients = _clients(view, waits)
+    clients = client_rows(view, waits)
     states = _first_states(view)
     rows = [_buffer(view, record) for record in shown_buffers]
     return {
@@ -304,6 +314,11 @@ class OverviewJson:
         known = any(each.alive for each in found)  # only a live mirror has reported the latest generation
         return _text(detail | {"mirrors": [_mirror(each, detail["size"], known) for each in found]})
 
+    def clients(self, after: str) -> bytes:
+        """Return a page of the clients as JSON: those whose keys are greater than `after`."""
+        view = self._view()
+        return _text(client_page(view, _waits(view), after))
+
     def training(self, name: str) -> bytes:
         """Return the JSON details of one training. Raises NotFoundError."""
         view = self._view()
@@ -341,7 +356,7 @@ def _totals(view: Moment, servers: list[Json], buffers: tuple[BufferRecord, ...]
         "used": sum(server["used"] for server in alive),
         "buffers": len(buffers),
         "buffer_bytes": sum(record.nbytes * record.versions for record in buffers),
-        "clients": len(view.state.client_names),
+        "clients": len(view.state.sessions),
         "rates": {key: sum(rate[key] for rate in rates) for key in ("operations", "in", "out", "within")},
         "connections": sum(server["connections"] for server in alive),
         "deferred": sum(server["deferred"] for server in alive),
@@ -474,8 +489,8 @@ def _stage(health: str, workers: Sequence[Json]) -> str:
 def _worker(view: Moment, seen: WorkerSeen) -> Json:
     report = seen.report
     return {
-        "key": _key(view, seen.session_id),
-        "client": view.state.client_names.get(seen.session_id, "unknown"),
+        "key": session_key(view.salt, seen.session_id),
+        "client": view.state.client_name(seen.session_id),
         "slot": report.slot,
         "round": report.clock,
         "samples": report.samples or None,
@@ -544,7 +559,7 @@ def _generation(publishers: Sequence[ClientReport], readers: Sequence[ClientRepo
 
 def _member(view: Moment, seen: ClientReport, generation: int) -> Json:
     return {
-        "key": _key(view, seen.session_id),
+        "key": session_key(view.salt, seen.session_id),
         "client": _client_of(view, seen),
         "generation": seen.report.generation,
         "behind": generation - seen.report.generation,
@@ -554,7 +569,7 @@ def _member(view: Moment, seen: ClientReport, generation: int) -> Json:
 
 
 def _client_of(view: Moment, seen: ClientReport) -> str:
-    return view.state.client_names.get(seen.session_id, "unknown")
+    return view.state.client_name(seen.session_id)
 
 
 def _tensors(record: BufferRecord) -> Json:
@@ -633,33 +648,6 @@ def _held(view: Moment, record: BufferRecord, server: str) -> Json:
     }
 
 
-def _clients(view: Moment, waits: list[Json]) -> list[Json]:
-    holds: dict[str, int] = defaultdict(int)
-    for wait in waits:
-        holds[wait["holder_key"]] += 1
-    state, now = view.state, view.now
-    lease_s = state.session_leases.granted_s
-    clients = []
-    for session_id, name in state.client_names.items():
-        left_s = max(0.0, state.session_leases.ends.get(session_id, now.monotonic) - now.monotonic)
-        key = _key(view, session_id)
-        since = view.seen.sessions_since.get(session_id, 0.0)  # 0: older than this coordinator's process
-        clients.append(
-            {
-                "key": key,
-                "name": name,
-                "since": since,
-                "connected_s": round(now.wall - (since or view.seen.started_at), 1),  # a lower bound if since is 0
-                "silent_s": round(max(0.0, lease_s - left_s), 1),
-                "lease_s": lease_s,
-                "lease_left_s": round(left_s, 1),
-                "holds": holds[key],
-                "rates": _busy(view.busy_sessions.get(session_id, LoadRates())),
-            }
-        )
-    return sorted(clients, key=lambda client: (client["name"], client["since"]))
-
-
 def _waits(view: Moment) -> list[Json]:
     """Return the locks and waits, those with most waiters first; those of trainings come last."""
     owners = owners_of(view.state, view.seen)
@@ -679,7 +667,7 @@ def _wait(view: Moment, watch: ServerWatch, server: str, wait: pb.Wait, owner: B
     age_s = view.now.monotonic - watch.at
     token = wait.token if wait.session_id else 0
     since = view.seen.held_since.get((wait.segment_id, wait.kind, token), view.now.monotonic)
-    holder = view.state.client_names.get(wait.session_id, "unknown") if wait.session_id else None
+    holder = view.state.client_name(wait.session_id) if wait.session_id else None
     return {
         "what": wait.kind,
         "kind": owner.kind.value,
@@ -688,7 +676,7 @@ def _wait(view: Moment, watch: ServerWatch, server: str, wait: pb.Wait, owner: B
         "training": view.training_of(owner.name),
         "server": server,
         "holder": holder,
-        "holder_key": _key(view, wait.session_id) if wait.session_id else "",
+        "holder_key": session_key(view.salt, wait.session_id) if wait.session_id else "",
         "left_s": round(max(0.0, wait.left_ms / 1000 - age_s), 1),
         "for_s": round(view.now.monotonic - since, 1),
         "waiting": wait.waiting,
@@ -734,8 +722,3 @@ def _first(rows: Iterable[Json], most: int, by: str) -> list[Json]:
     if len(rows) > most:
         rows = sorted(rows, key=lambda row: (row["state"] == "ok", -row[by]))[:most]
     return sorted(rows, key=lambda row: str(row["name"]))
-
-
-def _key(view: Moment, session_id: int) -> str:
-    """Return a key that replaces a session's id on the page. It is the same during this run, and useless elsewhere."""
-    return hashlib.blake2b(session_id.to_bytes(8, "little"), key=view.salt, digest_size=6).hexdigest()

@@ -18,6 +18,7 @@ from smb.coordinator.events import (
     BufferMade,
     BufferRenamed,
     BufferWanted,
+    ClientsKicked,
     CopiesEnded,
     CopyBegun,
     CopyDropped,
@@ -79,6 +80,7 @@ _STEPS: dict[type, Callable[[State, Any, Instant], Step]] = {
     NamesFreed: names.names_freed,
     SessionRenewed: sessions.session_renewed,
     SessionClosed: sessions.session_closed,
+    ClientsKicked: sessions.clients_kicked,
 }
 # These events end a buffer, a creation or a name themselves, and so acknowledge what they drop.
 _ENDINGS = (BufferDeleted, BufferRenamed, BufferFailed, NamesFreed)

@@ -5,37 +5,50 @@ from __future__ import annotations
 from dataclasses import replace
 
 from smb.coordinator import limits
-from smb.coordinator.events import EraseSession, Instant, SaveSession, SessionClosed, SessionRenewed, TellEnded
+from smb.coordinator.events import (
+    ClientsKicked,
+    EraseSession,
+    Instant,
+    SaveSession,
+    SessionClosed,
+    SessionRenewed,
+    TellEnded,
+)
 from smb.coordinator.records import SessionRecord
 from smb.coordinator.state import State, Step, without
-from smb.errors import InvalidArgumentError, OutOfMemoryError
-from smb.rpc.coordinator_client import SessionEndedError
+from smb.errors import InvalidArgumentError, NotFoundError, OutOfMemoryError
+from smb.rpc.coordinator_client import KICKED, SessionEndedError
 
 
 def session_renewed(state: State, event: SessionRenewed, now: Instant) -> Step:
     """Open a session, or renew its lease. Raises SessionEndedError if the session has ended."""
     if event.session_id == 0:
         raise InvalidArgumentError("a session's id must not be 0")
+    if event.session_id in state.kicked:
+        raise SessionEndedError(
+            f"{KICKED} of {event.client_name} (smb clients kick, by {state.kicked[event.session_id]}); its locks and "
+            f"other places were given up. If this client may go on, connect again"
+        )
     if event.session_id in state.ended_sessions:
         raise SessionEndedError(
             f"the session of {event.client_name} has ended: it was closed, or its lease ran out before it was renewed; "
             f"its locks and other places were given up, so connect again"
         )
-    if len(state.client_names) >= limits.SESSIONS_MAX and event.session_id not in state.client_names:
+    known = state.sessions.get(event.session_id)
+    if known is None and len(state.sessions) >= limits.SESSIONS_MAX:
         raise OutOfMemoryError(
             f"no place for a session of {event.client_name}: the cluster has {limits.SESSIONS_MAX} already; close "
             f"clients that are not needed"
         )
-    if event.session_id not in state.client_names:
+    if known is None:
         _check_room_of_certificate(state, event)
     leases = state.session_leases.grant(event.session_id, now.monotonic)
-    if event.session_id in state.client_names:
+    if known is not None and known.holder == event.holder:
         return replace(state, session_leases=leases), ()
-    names = {**state.client_names, event.session_id: event.client_name}
-    owners = {**state.session_owners, event.session_id: event.owner} if event.owner else state.session_owners
-    session = SessionRecord(event.session_id, event.client_name, owner=event.owner)
-    state = replace(state, session_leases=leases, client_names=names, session_owners=owners)
-    return state, (SaveSession(session),)
+    since = now.wall if known is None else known.since
+    session = SessionRecord(event.session_id, event.client_name, holder=event.holder, since=since)
+    sessions = {**state.sessions, event.session_id: session}
+    return replace(state, session_leases=leases, sessions=sessions), (SaveSession(session),)
 
 
 def session_closed(state: State, event: SessionClosed, _: Instant) -> Step:
@@ -46,31 +59,44 @@ def session_closed(state: State, event: SessionClosed, _: Instant) -> Step:
     return end_sessions(state, (event.session_id,))
 
 
+def clients_kicked(state: State, event: ClientsKicked, _: Instant) -> Step:
+    """End all sessions of a client. Raises NotFoundError if there is none."""
+    found = tuple(number for number, session in state.sessions.items() if session.is_called(event.name))
+    if not found:
+        raise NotFoundError(
+            f'no client that is connected has the name "{event.name}", in its certificate or of its own; '
+            f"`smb clients` lists all"
+        )
+    return end_sessions(state, found, event.by)
+
+
 def _check_room_of_certificate(state: State, event: SessionRenewed) -> None:
-    if not event.owner or len(state.session_owners) < limits.SESSIONS_PER_CERTIFICATE_MAX:
+    key = event.holder.key
+    if not key or len(state.sessions) < limits.SESSIONS_PER_CERTIFICATE_MAX:
         return
-    if sum(owner == event.owner for owner in state.session_owners.values()) >= limits.SESSIONS_PER_CERTIFICATE_MAX:
+    if sum(each.holder.key == key for each in state.sessions.values()) >= limits.SESSIONS_PER_CERTIFICATE_MAX:
         raise OutOfMemoryError(
             f"no place for a session of {event.client_name}: its certificate has {limits.SESSIONS_PER_CERTIFICATE_MAX} "
             f"already; close clients, or give some of them a certificate of another name"
         )
 
 
-def end_sessions(state: State, session_ids: tuple[int, ...]) -> Step:
-    """End sessions, and have their servers told."""
+def end_sessions(state: State, session_ids: tuple[int, ...], kicked_by: str = "") -> Step:
+    """End sessions, and have their servers told. `kicked_by`: the operator who wanted it, if one did."""
     if not session_ids:
         return state, ()
     ended, forgotten = state.ended_sessions.end(session_ids)
     saves = [
-        SaveSession(SessionRecord(session_id, "", ended.numbers[session_id]))
+        SaveSession(SessionRecord(session_id, "", ended.numbers[session_id], kicked_by=kicked_by))
         for session_id in session_ids
         if session_id in ended
     ]
+    kicked = {**state.kicked, **dict.fromkeys(session_ids, kicked_by)} if kicked_by else state.kicked
     state = replace(
         state,
         session_leases=state.session_leases.end(*session_ids),
-        client_names=without(state.client_names, *session_ids),
-        session_owners=without(state.session_owners, *session_ids),
+        sessions=without(state.sessions, *session_ids),
+        kicked=without(kicked, *forgotten) if kicked and forgotten else kicked,
         ended_sessions=ended,
     )
     return state, (*saves, *map(EraseSession, forgotten), TellEnded(session_ids))

@@ -65,7 +65,7 @@ def restarted(state: State, event: Restarted, now: Instant) -> Step:
             for name, planned in state.maintenance.items()
         },
         suspected=frozenset(state.servers),
-        session_leases=state.session_leases.grant_all(state.client_names, now.monotonic),
+        session_leases=state.session_leases.grant_all(state.sessions, now.monotonic),
         ended_sessions=replace(state.ended_sessions, incarnation=event.incarnation),
         lineage=lineage,
         began=now.monotonic,
@@ -94,7 +94,7 @@ def ticked(state: State, event: Ticked, now: Instant) -> Step:
         effects.append(Report(logging.WARNING, f'memory server "{name}" is gone: no renewal; it holds {held} segments'))
     gone = state.session_leases.run_out(now.monotonic)[: event.ends_max]
     for session_id in gone:
-        effects.append(Report(logging.INFO, f"session of {state.client_names[session_id]} is gone: no renewal"))
+        effects.append(Report(logging.INFO, f"session of {state.client_name(session_id)} is gone: no renewal"))
     state, ends = end_sessions(state, gone)
     effects += ends
 

@@ -16,6 +16,7 @@ from smb.errors import Error
 from smb.security.credentials import CREDENTIALS_VARIABLE
 from smb.tools.cli.bench import bench
 from smb.tools.cli.certs import InOrder, certs
+from smb.tools.cli.clients import clients, kick
 from smb.tools.cli.config import config
 from smb.tools.cli.coordinator import coordinator, migrate
 from smb.tools.cli.copy import cp, restore, snapshot
@@ -38,7 +39,7 @@ from smb.tools.cli.train import train
 from smb.tools.cli.up import up
 
 _GROUPS: dict[str, tuple[Any, ...]] = {
-    "A cluster": (up, coordinator, status, top, drain, undrain, maintenance, rebalance, forget),
+    "A cluster": (up, coordinator, status, top, clients, drain, undrain, maintenance, rebalance, forget),
     "Trainings": (train, plan, demo),
     "Buffers": (ls, stat, create, rm, relay, cp, snapshot, restore),
     "Buffers as files": (mount, umount),
@@ -75,6 +76,11 @@ for _command in (command for commands in _GROUPS.values() for command in command
         _coordinator.callback(invoke_without_command=True)(configured(coordinator))
         _coordinator.command(cls=Command)(configured(migrate))
         app.add_typer(_coordinator, name="coordinator")
+    elif _command is clients:
+        _clients = typer.Typer(rich_markup_mode=None)
+        _clients.callback(invoke_without_command=True)(configured(clients))
+        _clients.command(cls=Command)(configured(kick))
+        app.add_typer(_clients, name="clients")
     else:
         app.command(cls=InOrder if _command is certs else Command)(configured(_command))
 

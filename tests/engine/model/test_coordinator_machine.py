@@ -348,7 +348,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
     def the_store_is_the_state(self) -> None:
         assert self.buffers == dict(self.state.buffers)
         assert self.servers.keys() == self.state.servers.keys()
-        assert {i for i, session in self.sessions.items() if not session.ended} == self.state.client_names.keys()
+        assert {i for i, session in self.sessions.items() if not session.ended} == self.state.sessions.keys()
         assert {i for i, session in self.sessions.items() if session.ended} == self.state.ended_sessions.numbers.keys()
 
     @invariant()
@@ -359,7 +359,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
 
     @invariant()
     def sessions_live_or_have_ended(self) -> None:
-        living = set(self.state.client_names)
+        living = set(self.state.sessions)
         assert living == set(self.state.session_leases.ends)
         assert living.isdisjoint(self.ended)
         assert len(self.ended) == len(set(self.ended)), "an end is told once"

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from smb.coordinator.beside_loop import BesideLoop
 from smb.coordinator.buffer_list import PAGE_BUFFERS, PAGES_KEPT_MAX, BufferList
-from smb.coordinator.records import BufferRecord, SegmentRecord
+from smb.coordinator.records import BufferRecord, SegmentRecord, SessionRecord
 from smb.coordinator.state import State
 from smb.rpc import control_pb2 as pb
 from smb.security.roles import Caller, Role
@@ -83,7 +83,7 @@ def test_a_page_is_made_once_beside_the_loop() -> None:
         assert lists.made == 2  # the index of all, and the page
         assert threading.get_ident() not in lists.threads
         assert all(page is pages[0] for page in pages)
-        other = replace(state, client_names={1: "another client"})  # shown nowhere in a list
+        other = replace(state, sessions={1: SessionRecord(1, "another client")})  # shown nowhere in a list
         assert await lists.page(other) is pages[0]
         renamed = replace(state, buffers={"x": record(1, "x")})
         assert [each.name for each in (await lists.page(renamed)).buffers] == ["x"]

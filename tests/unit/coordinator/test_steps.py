@@ -17,6 +17,7 @@ from smb.coordinator.events import (
     BufferMade,
     BufferRenamed,
     BufferWanted,
+    ClientsKicked,
     DropSegments,
     EraseBuffer,
     EraseServer,
@@ -41,7 +42,7 @@ from smb.coordinator.events import (
     WakeOpeners,
 )
 from smb.coordinator.messages import ended_message
-from smb.coordinator.records import BufferRecord, Kind, ServerRecord, SessionRecord
+from smb.coordinator.records import BufferRecord, Holder, Kind, ServerRecord, SessionRecord
 from smb.coordinator.state import SERVER_LEASE_S, SESSION_LEASE_S, Allocation, load
 from smb.coordinator.validate import first_use
 from smb.drop_reasons import Ground
@@ -522,16 +523,16 @@ def test_sessions_live_as_long_as_they_renew() -> None:
     cluster.do(SessionRenewed(1, "one"))
     cluster.do(SessionRenewed(2, "two"))
     cluster.do(SessionClosed(1))
-    assert dict(cluster.state.client_names) == {2: "two"}
+    assert {number: each.client_name for number, each in cluster.state.sessions.items()} == {2: "two"}
     cluster.seconds += SESSION_LEASE_S
     cluster.do(Ticked())
     assert cluster.only(Report).text == "session of two is gone: no renewal"
-    assert not cluster.state.client_names
+    assert not cluster.state.sessions
     for session_id in (1, 2):
         with pytest.raises(SessionEndedError, match=r"its lease ran out.*connect again"):
             cluster.do(SessionRenewed(session_id, "late"))
     cluster.do(SessionRenewed(3, "of before a restart"))
-    assert cluster.state.client_names[3] == "of before a restart"
+    assert cluster.state.client_name(3) == "of before a restart"
     with pytest.raises(errors.InvalidArgumentError):
         cluster.do(SessionRenewed(0, "nobody"))
 
@@ -542,7 +543,9 @@ def test_an_end_is_stored_told_at_once_and_answered_to_whoever_has_not_seen_it()
     cluster.do(Restarted(77))
     for session_id in (5, 6, 7):
         cluster.do(SessionRenewed(session_id, f"client {session_id}"))
-        assert cluster.effects == (SaveSession(SessionRecord(session_id, f"client {session_id}")),)
+        assert cluster.effects == (
+            SaveSession(SessionRecord(session_id, f"client {session_id}", since=cluster.now.wall)),
+        )
         assert cluster.do(SessionRenewed(session_id, "again")) == ()
     cluster.do(SessionClosed(6))
     assert cluster.effects == (SaveSession(SessionRecord(6, "", 1)), TellEnded((6,)))
@@ -555,6 +558,74 @@ def test_an_end_is_stored_told_at_once_and_answered_to_whoever_has_not_seen_it()
     assert ended.after(77, 0) == ended.after(76, 3) == ended.after(0, 0) == (6, 5, 7)
     assert ended.after(77, 1) == (5, 7)
     assert ended.after(77, 3) == ()
+
+
+def test_a_client_is_kicked_by_its_certificates_name_or_its_own() -> None:
+    """All its sessions end and no other; it hears who did it, also after a restart of the coordinator; and the words
+    are forgotten with the ends.
+    """
+    cluster, store = Cluster(), dict[int, SessionRecord]()
+    alice, bob = Holder("k1", "client", "alice", ("x", "y")), Holder("k2", "client", "bob")
+    of_role = Holder("k3", "reader")
+    for number, (name, holder) in enumerate(
+        [
+            ("h:1 (alice)", alice),
+            ("t (h:2) (alice)", alice),
+            ("h:3 (bob)", bob),
+            ("h:4 (reader)", of_role),
+            ("h:5", Holder()),
+        ],
+        1,
+    ):
+        cluster.do(SessionRenewed(number, name, holder))
+        store |= {e.record.id: e.record for e in cluster.effects if isinstance(e, SaveSession)}
+    again = load((), (), [SessionRecord.from_json(each.to_json()) for each in store.values()])
+    assert again.sessions == cluster.state.sessions
+    for name in ("ali", "", "h", "1", "(alice)", "h:1 (bob)", "client", "x"):
+        with pytest.raises(errors.NotFoundError, match="no client that is connected has the name"):
+            cluster.do(ClientsKicked(name, "ann"))
+    for name, ended in (("alice", (1, 2)), ("h:3", (3,)), ("h:4 (reader)", (4,)), ("h:5", (5,))):
+        cluster.do(ClientsKicked(name, "ann"))
+        assert cluster.only(TellEnded).session_ids == ended
+        store |= {e.record.id: e.record for e in cluster.effects if isinstance(e, SaveSession)}
+    assert not cluster.state.sessions
+    again = load((), (), [SessionRecord.from_json(each.to_json()) for each in store.values()])
+    for state in (cluster.state, again):
+        with pytest.raises(SessionEndedError, match=r"^an operator ended the session of h:1 \(alice\) .*kick, by ann"):
+            Cluster(state).do(SessionRenewed(1, "h:1 (alice)", alice))
+
+
+def test_a_kick_by_the_programs_own_name_ends_that_one() -> None:
+    """Of two programs with one certificate."""
+    cluster = Cluster()
+    for number, name in enumerate(("t (h:1) (alice)", "h:2 (alice)", "u (h:3) (alice)"), 1):
+        cluster.do(SessionRenewed(number, name, Holder("k", "client", "alice")))
+    for name, ended in (("t", (1,)), ("h:2", (2,)), ("h:3", (3,))):
+        cluster.do(ClientsKicked(name, "ann"))
+        assert cluster.only(TellEnded).session_ids == ended
+
+
+def test_so_many_kicks_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as ended sessions."""
+    monkeypatch.setattr(sessions, "ENDED_MAX", 2)
+    cluster = Cluster()
+    for number in range(1, 6):
+        cluster.do(SessionRenewed(number, f"h:{number}"))
+        cluster.do(ClientsKicked(f"h:{number}", "ann"))
+    assert set(cluster.state.kicked) == {4, 5}
+
+
+def test_a_session_follows_its_clients_certificate() -> None:
+    """A renewal with another certificate is stored, and since when it lives stays; an equal one stores nothing."""
+    cluster = Cluster()
+    cluster.do(SessionRenewed(1, "h:1 (a)", Holder("k1", "client", "a")))
+    since = cluster.now.wall
+    cluster.seconds += 5
+    assert cluster.do(SessionRenewed(1, "h:1 (a)", Holder("k1", "client", "a"))) == ()
+    cluster.do(SessionRenewed(1, "h:1 (b)", Holder("k2", "reader", "b")))
+    assert cluster.only(SaveSession).record == SessionRecord(1, "h:1 (b)", 0, Holder("k2", "reader", "b"), since)
+    old = SessionRecord.from_json('{"id": 1, "client_name": "h:1", "ended": 0, "owner": "k"}')  # of an earlier release
+    assert old == SessionRecord(1, "h:1", holder=Holder("k"))
 
 
 def test_a_restart_knows_who_lived_and_who_had_ended() -> None:
@@ -576,7 +647,7 @@ def test_a_restart_knows_who_lived_and_who_had_ended() -> None:
     assert later.only(TellEnded).session_ids == (3,)
     assert later.state.ended_sessions.after(1, 1) == (2, 3)
     assert later.state.ended_sessions.after(9, 1) == (3,)
-    assert set(later.state.client_names) == {1}
+    assert set(later.state.sessions) == {1}
 
 
 def test_so_many_ended_sessions_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
