@@ -389,6 +389,16 @@ class Engine:
         """
         _check(lib.smb_server_yield(self._server, segment_id, epoch), f"yield {segment_id:016x}")
 
+    def hand_over(self, segment_id: int, epoch: int) -> bool:
+        """As yield_role, for two copies that are about to switch their roles: for a second, or until it gets another
+        role, the primary also begins no change. Returns whether the backup has everything; if not, call again.
+        """
+        status = lib.smb_server_hand_over(self._server, segment_id, epoch)
+        if status == lib.SMB_BUSY:
+            return False
+        _check(status, f"hand over {segment_id:016x}")
+        return True
+
     def serve_until(self, boot_s: float) -> None:
         """Set until when no other server is made the primary of this server's segments, on the boot-time clock."""
         lib.smb_server_serve_until(self._server, int(boot_s * 1e9))

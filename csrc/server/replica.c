@@ -156,6 +156,8 @@ static int may_begin(const struct segment_bundle *bundle)
     if (!bundle_is_primary(bundle))
         return SMB_STALE_EPOCH;
     return bundle->draining ||
+                   (bundle->hands_over_until_ns != 0 &&
+                    smb_now_ns() < bundle->hands_over_until_ns) ||
                    (is_paired(bundle) && bundle->feed.queued_bytes > REPLICA_QUEUED_BYTES_MAX)
                ? SMB_BUSY
                : SMB_OK;

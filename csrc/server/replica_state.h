@@ -40,8 +40,13 @@ struct segment_bundle {
     /* a change of state waits until the requests that were prepared before it have ended */
     bool draining;
     uint32_t seen_off; /* members that leave, and wait for changes that name them */
-    struct copy copy;  /* primary: the progress of a new backup's copy */
-    uint64_t copied;   /* backup: the last part of a copy that was stored here */
+    /* primary: no change begins before this time, because the backup is about to take over; 0: none
+     * is held up */
+    uint64_t hands_over_until_ns;
+    /* it was the primary, and has changes that the present primary may lack */
+    bool strays;
+    struct copy copy; /* primary: the progress of a new backup's copy */
+    uint64_t copied;  /* backup: the last part of a copy that was stored here */
     /* a change of a lock's words was not queued for lack of memory: nothing after it may be
      * confirmed in this epoch */
     bool words_lost;

@@ -10,10 +10,17 @@
 #include "server/server.h"
 #include "server/waits.h"
 
-static void take_role(struct segment_bundle *bundle, uint32_t epoch, int role, bool paired,
-                      bool copying, const char *peer)
+enum { HAND_OVER_MS = 1000 };
+
+/* Call with the lock held. */
+static void set_role(struct segment_bundle *bundle, uint32_t epoch, int role, bool paired,
+                     bool copying, const char *peer)
 {
-    pthread_mutex_lock(&bundle->lock);
+    int role_now = atomic_load_explicit(&bundle->role, memory_order_relaxed);
+    if (role == SMB_REPLICA_PRIMARY || copying)
+        bundle->strays = false;
+    else if (role == SMB_REPLICA_NONE && role_now == SMB_REPLICA_PRIMARY)
+        bundle->strays = true;
     /* Set before `paired`: a reader that finds an unpaired primary takes it for the only copy. */
     if (role != SMB_REPLICA_PRIMARY)
         atomic_store_explicit(&bundle->role, role, memory_order_release);
@@ -30,6 +37,7 @@ static void take_role(struct segment_bundle *bundle, uint32_t epoch, int role, b
     atomic_store_explicit(&bundle->paired, role == SMB_REPLICA_PRIMARY && paired,
                           memory_order_release);
     atomic_store_explicit(&bundle->yields, false, memory_order_release);
+    bundle->hands_over_until_ns = 0;
     strcpy(bundle->peer, peer);
     atomic_store_explicit(&bundle->epoch, epoch, memory_order_release);
     atomic_store_explicit(&bundle->role, role, memory_order_release);
@@ -39,21 +47,60 @@ static void take_role(struct segment_bundle *bundle, uint32_t epoch, int role, b
         bundle->draining = bundle->in_progress > 0;
     bundle->feed.broken_ns = smb_now_ns();
     bundle->reported_works = false;
+}
+
+static void take_role(struct segment_bundle *bundle, uint32_t epoch, int role, bool paired,
+                      bool copying, const char *peer)
+{
+    pthread_mutex_lock(&bundle->lock);
+    set_role(bundle, epoch, role, paired, copying, peer);
     pthread_mutex_unlock(&bundle->lock);
     bundle_tell_change(bundle->server);
 }
 
-/* A segment can have a backup that was not copied to if both are new, or if its copy has just
- * become whole. */
-static bool may_take(struct segment_bundle *bundle, int role_now, int role, bool paired,
-                     bool copying)
+/* Call with the lock held. Whether the backup has exactly what this primary has. */
+static bool is_even(const struct segment_bundle *bundle)
 {
-    if (role != SMB_REPLICA_PRIMARY || !paired || copying || role_now == SMB_REPLICA_NONE)
-        return true;
+    return bundle_is_primary(bundle) && is_paired(bundle) && bundle->in_progress == 0 &&
+           !bundle->copy.under_way && !bundle->words_lost &&
+           atomic_load_explicit(&bundle->confirmed, memory_order_relaxed) >=
+               atomic_load_explicit(&bundle->order, memory_order_relaxed);
+}
+
+/* The two copies switch their roles, and this one was the primary. It can be fed only if the other
+ * one has exactly what it has. Otherwise it ends its role, and stays apart until it is copied to or
+ * is the primary again. */
+static int become_backup(struct segment_bundle *bundle, uint32_t epoch, const char *peer)
+{
     pthread_mutex_lock(&bundle->lock);
-    bool whole = bundle->copy.whole;
+    bool even = is_even(bundle);
+    set_role(bundle, epoch, even ? SMB_REPLICA_BACKUP : SMB_REPLICA_NONE, false, false, peer);
     pthread_mutex_unlock(&bundle->lock);
-    return whole;
+    bundle_tell_change(bundle->server);
+    struct smb_segment *members[BUNDLE_MEMBERS_MAX];
+    int count = bundle_hold_members(bundle, members);
+    for (int i = 0; i < count; i++)
+        sync_send_away(served_of(members[i])->sync, SMB_STALE_EPOCH);
+    bundle_release_members(members, count);
+    return even ? SMB_OK : SMB_INVALID;
+}
+
+/* A segment can have a backup that was not copied to if both are new, if its copy has just become
+ * whole, or if the two copies switch their roles. */
+static bool may_take(struct segment_bundle *bundle, uint32_t epoch, int role, bool paired,
+                     bool copying, const char *peer)
+{
+    pthread_mutex_lock(&bundle->lock);
+    int role_now = atomic_load_explicit(&bundle->role, memory_order_relaxed);
+    bool next = epoch == atomic_load_explicit(&bundle->epoch, memory_order_relaxed) + 1;
+    bool may = copying || role == SMB_REPLICA_NONE;
+    if (!may && role == SMB_REPLICA_BACKUP)
+        may = !bundle->strays;
+    else if (!may)
+        may = !paired || role_now == SMB_REPLICA_NONE || bundle->copy.whole ||
+              (role_now == SMB_REPLICA_BACKUP && next && strcmp(bundle->peer, peer) == 0);
+    pthread_mutex_unlock(&bundle->lock);
+    return may;
 }
 
 /* Gates a segment with one copy that may get another: from here on all reads and changes pass this
@@ -107,8 +154,10 @@ int smb_server_set_replica(struct smb_server *server, uint64_t id, uint32_t epoc
                         ? role != SMB_REPLICA_NONE
                         : role_now == SMB_REPLICA_PRIMARY && role == SMB_REPLICA_NONE;
         if (epoch > epoch_now || (epoch == epoch_now && anew)) {
-            if (!may_take(bundle, role_now, role, paired, copying)) {
+            if (!may_take(bundle, epoch, role, paired, copying, peer)) {
                 status = SMB_INVALID;
+            } else if (role_now == SMB_REPLICA_PRIMARY && role == SMB_REPLICA_BACKUP && !copying) {
+                status = become_backup(bundle, epoch, peer);
             } else {
                 if (role_now == SMB_REPLICA_BACKUP)
                     stop_following(bundle, epoch, role);
@@ -161,6 +210,35 @@ int smb_server_yield(struct smb_server *server, uint64_t id, uint32_t epoch)
                      : SMB_STALE_EPOCH;
     if (status == SMB_OK)
         atomic_store_explicit(&bundle->yields, true, memory_order_release);
+    pthread_mutex_unlock(&server->roles_lock);
+    smb_segment_release(segment);
+    return status;
+}
+
+int smb_server_hand_over(struct smb_server *server, uint64_t id, uint32_t epoch)
+{
+    int status = smb_server_yield(server, id, epoch);
+    struct smb_segment *segment;
+    struct replica *replica = status == SMB_OK ? replica_of(server, id, &segment) : NULL;
+    if (!replica)
+        return status == SMB_OK ? SMB_NOT_FOUND : status;
+    struct segment_bundle *bundle = replica->bundle;
+    pthread_mutex_lock(&server->roles_lock);
+    pthread_mutex_lock(&bundle->lock);
+    bundle->hands_over_until_ns = smb_now_ns() + (uint64_t)HAND_OVER_MS * 1000000U;
+    pthread_mutex_unlock(&bundle->lock);
+    /* With nobody in a queue, no lock is granted here from now on. */
+    struct smb_segment *members[BUNDLE_MEMBERS_MAX];
+    int count = bundle_hold_members(bundle, members);
+    for (int i = 0; i < count; i++)
+        sync_ask_again(served_of(members[i])->sync, smb_boot_ns());
+    bundle_release_members(members, count);
+    pthread_mutex_lock(&bundle->lock);
+    if (atomic_load_explicit(&bundle->epoch, memory_order_relaxed) != epoch)
+        status = SMB_STALE_EPOCH;
+    else
+        status = is_even(bundle) ? SMB_OK : SMB_BUSY;
+    pthread_mutex_unlock(&bundle->lock);
     pthread_mutex_unlock(&server->roles_lock);
     smb_segment_release(segment);
     return status;

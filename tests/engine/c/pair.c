@@ -245,38 +245,72 @@ void *follow(void *argument)
 
 /* ---- losses ---------------------------------------------------------------------------------- */
 
-int64_t lose_in_turn(struct pair *pair, void *(*move)(void *), const void *ones, int *server)
-{
-    enum { MOVERS = 4, LOSSES = 6 };
+enum { MOVERS = 4, LOSSES = 6, SWITCHES = 24 };
+
+/* What the movers are told: the server that has the primary, and the epoch of its role. */
+struct turn {
+    struct pair *pair;
     struct place places[MOVERS];
+    int number, server;
+    uint32_t epoch;
+};
+
+static void tell_movers(struct turn *turn, uint32_t epoch)
+{
+    for (int i = 0; i < MOVERS; i++) {
+        atomic_store(&turn->places[i].server, turn->server);
+        atomic_store(&turn->places[i].epoch, epoch);
+    }
+}
+
+static void lose_one(struct turn *turn)
+{
+    int lost = turn->number % 2; /* alternates between primary and backup */
+    turn->epoch++;
+    lose(turn->pair, lost);
+    turn->server = 1 - lost;
+    set_role(turn->pair, turn->server, turn->epoch, SMB_REPLICA_PRIMARY, false);
+    tell_movers(turn, turn->epoch + 1);
+    make_copy(turn->pair, turn->server, turn->epoch + 1);
+    turn->epoch += 2;
+    tell_movers(turn, turn->epoch);
+}
+
+static void switch_two(struct turn *turn)
+{
+    turn->server = 1 - turn->server;
+    switch_roles(turn->pair, turn->server, ++turn->epoch);
+    tell_movers(turn, turn->epoch);
+}
+
+void switch_roles(struct pair *pair, int to, uint32_t epoch)
+{
+    WAIT_UNTIL(smb_server_hand_over(pair->servers[1 - to], ID, epoch - 1) == SMB_OK);
+    set_role(pair, 1 - to, epoch, SMB_REPLICA_BACKUP, true);
+    set_role(pair, to, epoch, SMB_REPLICA_PRIMARY, true);
+    connect_copy(pair, to, epoch);
+}
+
+static int64_t in_turn(struct pair *pair, void *(*move)(void *), const void *ones, int *server,
+                       void (*change)(struct turn *), int turns)
+{
     struct mover movers[MOVERS];
     pthread_t threads[MOVERS];
+    struct turn turn = {.pair = pair, .epoch = 1};
     CHECK_EQ(feed(pair, 1), SMB_OK);
     for (int i = 0; i < MOVERS; i++) {
-        places[i] = (struct place){.pair = pair, .epoch = 1};
-        movers[i] = (struct mover){.place = &places[i], .ones = ones, .session = 10 + (uint64_t)i};
+        turn.places[i] = (struct place){.pair = pair, .epoch = 1};
+        movers[i] = (struct mover){
+            .place = &turn.places[i], .ones = ones, .session = 10 + (uint64_t)i};
         CHECK_EQ(pthread_create(&threads[i], NULL, move, &movers[i]), 0);
     }
-    uint32_t epoch = 1;
-    for (int loss = 0; loss < LOSSES; loss++) {
+    for (; turn.number < turns; turn.number++) {
         int before[MOVERS];
         for (int i = 0; i < MOVERS; i++)
             before[i] = atomic_load(&movers[i].done);
         for (int i = 0; i < MOVERS; i++)
             WAIT_UNTIL(atomic_load(&movers[i].done) >= before[i] + 5);
-        int lost = loss % 2; /* alternates between primary and backup */
-        epoch++;
-        lose(pair, lost);
-        *server = 1 - lost;
-        set_role(pair, *server, epoch, SMB_REPLICA_PRIMARY, false);
-        for (int i = 0; i < MOVERS; i++) {
-            atomic_store(&places[i].server, *server);
-            atomic_store(&places[i].epoch, epoch + 1);
-        }
-        make_copy(pair, *server, epoch + 1);
-        epoch += 2;
-        for (int i = 0; i < MOVERS; i++)
-            atomic_store(&places[i].epoch, epoch);
+        change(&turn);
     }
     int64_t done = 0;
     for (int i = 0; i < MOVERS; i++)
@@ -285,5 +319,16 @@ int64_t lose_in_turn(struct pair *pair, void *(*move)(void *), const void *ones,
         pthread_join(threads[i], NULL);
         done += atomic_load(&movers[i].done);
     }
+    *server = turn.server;
     return done;
+}
+
+int64_t lose_in_turn(struct pair *pair, void *(*move)(void *), const void *ones, int *server)
+{
+    return in_turn(pair, move, ones, server, lose_one, LOSSES);
+}
+
+int64_t switch_in_turn(struct pair *pair, void *(*move)(void *), const void *ones, int *server)
+{
+    return in_turn(pair, move, ones, server, switch_two, SWITCHES);
 }

@@ -39,6 +39,9 @@ void lose(struct pair *pair, int lost);
  * and the next epoch once the copy is complete. */
 void make_copy(struct pair *pair, int from, uint32_t epoch);
 
+/* Makes that server the primary from the epoch on, and the other one its backup, without a copy. */
+void switch_roles(struct pair *pair, int to, uint32_t epoch);
+
 struct user {
     struct smb_client *client;
     struct smb_link *link;
@@ -93,5 +96,7 @@ struct mover {
  * in turn, and its content is copied to it again. Returns how much they did; *server: the primary
  * at the end. */
 int64_t lose_in_turn(struct pair *pair, void *(*move)(void *), const void *ones, int *server);
+/* The same, but in each round the two copies switch their roles. */
+int64_t switch_in_turn(struct pair *pair, void *(*move)(void *), const void *ones, int *server);
 
 #endif

@@ -182,6 +182,18 @@ static void *move(void *argument)
     return NULL;
 }
 
+static void check_turns(struct pair *pair, int64_t done, int server)
+{
+    CHECK_EQ(status_of(pair, server).unconfirmed, 0);
+    struct smb_segment *segment;
+    CHECK_EQ(smb_server_hold_segment(pair->servers[server], ID, &segment), SMB_OK);
+    const int64_t *data = smb_segment_data(segment);
+    for (int i = 0; i < ELEMENTS; i++)
+        CHECK_EQ(data[i], done * (i == 0 ? 2 : 1));
+    smb_segment_release(segment);
+    CHECK(copies_are_equal(pair));
+}
+
 /* In each round a server is lost, the other goes on, and the lost copies are made again while
  * clients work. Every call counts once, and the copies are equal at rest. */
 static void a_copy_is_made_under_load(void)
@@ -190,14 +202,81 @@ static void a_copy_is_made_under_load(void)
     int server;
     start(&pair);
     int64_t done = lose_in_turn(&pair, move, ones(), &server);
-    CHECK_EQ(status_of(&pair, server).unconfirmed, 0);
-    struct smb_segment *segment;
-    CHECK_EQ(smb_server_hold_segment(pair.servers[server], ID, &segment), SMB_OK);
-    const int64_t *data = smb_segment_data(segment);
-    for (int i = 0; i < ELEMENTS; i++)
-        CHECK_EQ(data[i], done * (i == 0 ? 2 : 1));
-    smb_segment_release(segment);
+    check_turns(&pair, done, server);
+    stop(&pair);
+}
+
+/* In each round the two copies switch their roles while clients work, and nothing is copied. */
+static void copies_switch_their_roles(void)
+{
+    struct pair pair;
+    int server;
+    start(&pair);
+    int64_t done = switch_in_turn(&pair, move, ones(), &server);
+    check_turns(&pair, done, server);
+    stop(&pair);
+}
+
+static void raw_count(struct raw *raw)
+{
+    raw_send(raw, (struct smb_frame){.opcode = SMB_FETCH_ADD,
+                                     .dtype = SMB_INT64,
+                                     .epoch = 1,
+                                     .segment = ID,
+                                     .sequence = ++raw->sequence,
+                                     .length = 8,
+                                     .argument = 1});
+}
+
+/* A primary that hands over begins no change, and goes on if nothing comes of it. */
+static void changes_wait_while_roles_switch(void)
+{
+    struct pair pair;
+    start(&pair);
+    struct raw raw = raw_begin(&pair, 0, 20);
+    CHECK_EQ(smb_server_hand_over(pair.servers[0], ID, 2), SMB_STALE_EPOCH);
+    CHECK_EQ(smb_server_hand_over(pair.servers[1], ID, 1), SMB_STALE_EPOCH);
+    CHECK_EQ(smb_server_hand_over(pair.servers[0], BESIDE, 1), SMB_NOT_FOUND);
+    raw_count(&raw);
+    WAIT_UNTIL(status_of(&pair, 0).unconfirmed == 1);
+    CHECK_EQ(smb_server_hand_over(pair.servers[0], ID, 1), SMB_BUSY);
+    CHECK_EQ(feed(&pair, 1), SMB_OK);
+    CHECK_EQ(raw_receive(&raw).status, SMB_OK);
+    WAIT_UNTIL(smb_server_hand_over(pair.servers[0], ID, 1) == SMB_OK);
+    raw_count(&raw);
+    WAIT_UNTIL(deferred(&pair, 0) == 1);
+    CHECK(!heard(&raw));
+    CHECK_EQ(raw_receive(&raw).status, SMB_OK);
+    close(raw.fd);
+    stop(&pair);
+}
+
+/* The former primary has a change that the new one lacks: it does not become the backup until it
+ * is copied to. */
+static void a_primary_with_more_stays_apart(void)
+{
+    struct pair pair;
+    start(&pair);
+    struct raw raw = raw_begin(&pair, 0, 20);
+    raw_count(&raw);
+    WAIT_UNTIL(status_of(&pair, 0).unconfirmed == 1);
+    CHECK(!copies_are_equal(&pair));
+    /* the other server takes over from the epoch after its own only, and only from this server */
+    CHECK_EQ(give_role(&pair, 1, 3, SMB_REPLICA_PRIMARY, true, false), SMB_INVALID);
+    CHECK_EQ(smb_server_set_replica(pair.servers[1], ID, 2, SMB_REPLICA_PRIMARY, true, false, "x"),
+             SMB_INVALID);
+    set_role(&pair, 1, 2, SMB_REPLICA_PRIMARY, true);
+    for (int i = 0; i < 2; i++)
+        CHECK_EQ(give_role(&pair, 0, 2, SMB_REPLICA_BACKUP, true, false), SMB_INVALID);
+    CHECK_EQ(status_of(&pair, 0).role, SMB_REPLICA_NONE);
+    CHECK_EQ(raw_receive(&raw).status, SMB_STALE_EPOCH);
+    /* the new primary goes on alone, and the other server is copied to */
+    set_role(&pair, 1, 3, SMB_REPLICA_PRIMARY, false);
+    lose(&pair, 0);
+    make_copy(&pair, 1, 4);
+    WAIT_UNTIL(status_of(&pair, 1).unconfirmed == 0);
     CHECK(copies_are_equal(&pair));
+    close(raw.fd);
     stop(&pair);
 }
 
@@ -401,6 +480,7 @@ static void a_source_is_told_as_a_read_is(void)
 
     CHECK_EQ(reach_try(user.buffer, addition_from(gone)), SMB_APART);
     must(user.buffer, read);
+    WAIT_UNTIL(status_of(&pair, 0).unconfirmed == 0);
     set_role(&pair, 0, 2, SMB_REPLICA_BACKUP, true);
     CHECK_EQ(reach_try(other.buffer, addition_from(copies)), SMB_APART);
     must(other.buffer, read);
@@ -1153,6 +1233,9 @@ int main(void)
         TEST(refusals_have_a_bound),
         TEST(locks_and_versions),
         TEST(a_copy_is_made_under_load),
+        TEST(copies_switch_their_roles),
+        TEST(changes_wait_while_roles_switch),
+        TEST(a_primary_with_more_stays_apart),
         TEST(a_copy_has_the_records),
         TEST(operands_are_forwarded),
         TEST(a_source_is_told_as_a_read_is),
