@@ -408,8 +408,9 @@ def test_many_problems_of_one_kind_are_one(scene: Scene, count: int) -> None:
     for number in range(count):
         scene.register(f"s{number}")
         scene.create(f"w{number}", 1024, server=f"s{number}")
-    scene.seconds += 7
-    scene.do(Ticked())
+    for _ in range(2):  # most servers at once are given another lease first
+        scene.seconds += 7
+        scene.do(Ticked())
     gone = [problem for problem in scene.problems() if problem.severity == "critical"]
     assert [problem.title for problem in scene.problems() if problem not in gone] == ["a is gone"]  # without data
     if count < 5:
