@@ -90,7 +90,7 @@ def one_host_may_be_lost(world: World, host: Host) -> str:
         part = world.truth.parts.get(number)
         if part is None or part.may_go or part.replicas < 2 or part.loose:
             continue
-        if not any(world.truth.holders(part, without=host.name)):
+        if not world.survives(part, host.name):
             return f"all was said to be whole, and {host.name} had the only copy of {number:016x} of {part.title}"
     return ""
 

@@ -22,9 +22,9 @@ class Part:
     # The store was put back since: what clients are told now may be of an older copy. What they were told must be kept.
     loose: bool = False
 
-    def is_in(self, memory: Memory | None) -> bool:
-        """Whether that memory has all that was acknowledged."""
-        if memory is None or memory.whole is False:
+    def is_in(self, memory: Memory | None, *, counts: bool = False) -> bool:
+        """Whether that memory has all that was acknowledged, and is a whole copy, or `counts` as one in the records."""
+        if memory is None or (memory.whole is False and not counts):
             return False
         return all(memory.cells.get(client, 0) >= number for client, number in self.acknowledged.items())
 

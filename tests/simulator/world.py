@@ -376,6 +376,19 @@ class World:
                 return False
         return not any(record.degraded for record in state.buffers.values())
 
+    def survives(self, part: Part, lost: str) -> bool:
+        """Whether the loss of that host leaves all that was acknowledged of a segment on another one.
+
+        As soon as the records say that a copy is whole, its server is told, and makes it the primary if the other one
+        is lost: the copy counts before that message has arrived.
+        """
+        if any(self.truth.holders(part, without=lost)):
+            return True
+        state = self.leading_state()
+        found = state.where().get(part.id) if state is not None else None
+        names = {found[1].server, found[1].backup} - {"", lost} if found is not None else set()
+        return any(part.is_in(self.hosts[name].segments.get(part.id), counts=True) for name in names)
+
     def lose(self, name: str) -> None:
         """A host is gone, with its memory."""
         host = self.hosts[name]
@@ -389,7 +402,7 @@ class World:
             # A buffer with one copy that has just moved here: the former server has been told to drop its memory.
             alone = number in where and where[number][0].replicas == 1 and not where[number][1].backup
             moved = alone and where[number][1].server == name
-            if part is not None and (moved or not any(self.truth.holders(part, without=name))):
+            if part is not None and (moved or not self.survives(part, name)):
                 part.lost = True
         host.segments, host.quarantined, host.stamps = {}, set(), ()
         self.truth.lost_at = self.loop.time()
