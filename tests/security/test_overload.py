@@ -108,7 +108,9 @@ def test_a_certificate_with_many_calls_in_progress_is_refused_more(
     with channel(guarded.address, COORDINATOR_NAME, reader) as way:
         stub = CoordinatorStub(way)  # type: ignore[no-untyped-call]
         session = stub.OpenSession(pb.OpenSessionRequest(client_name="many"), timeout=20)
+        os.kill(guarded.coordinator.pid, signal.SIGSTOP)  # so that all are there at once
         asked = [stub.Overview.future(pb.OverviewRequest(), timeout=120) for _ in range(3 * CALLS_PER_CERTIFICATE_MAX)]
+        os.kill(guarded.coordinator.pid, signal.SIGCONT)
         renewal = pb.RenewSessionRequest(session_id=session.session_id, session_secret=session.session_secret)
         stub.RenewSession(renewal, timeout=20)
         assert _alive(guarded.address, certificates / "operator") >= {"server-0", "server-1"}

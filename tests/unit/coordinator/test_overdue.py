@@ -78,7 +78,7 @@ def test_leases_run_anew_after_the_coordinator_was_held_up(cluster: Cluster) -> 
     cluster.do(HeldUp(100.0))
     cluster.do(Ticked())
     assert [cluster.state.alive(name, cluster.now) for name in "ab"] == [True, True]
-    assert cluster.state.client_names
+    assert cluster.state.sessions
     cluster.renew("a")
     assert cluster.state.overdue == {"b": 1}
     for _ in range(PROLONGED_MAX):
