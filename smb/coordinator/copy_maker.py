@@ -120,12 +120,12 @@ class CopyMaker:
         """Begin the copies that can begin now. A server that does not answer delays only its own copies."""
         state, now = self._commit_log.state, self._commit_log.now()
         drained = any(server.draining and state.allocation(server.name).segments for server in state.servers.values())
-        records = [record for record in state.buffers.values() if drained or self._moves or record.movable]
-        if not drained and not self._moves and not any(map(_wants, records)):
+        if not drained and not self._moves and not state.buffers.unsettled:
             self._without_room, self._bound = frozenset(), {}
             self._said = {}
             self._pace.rest()
             return
+        records = [record for record in state.buffers.values() if drained or self._moves or record.movable]
         self._bound = {number: until for number, until in self._bound.items() if until > now.monotonic}
         avoid = frozenset(name for name, until in self._avoided_until.items() if until > now.monotonic)
         avoid |= {name for name in state.servers if not state.heard(name, now)}
@@ -333,8 +333,3 @@ class CopyMaker:
         for title in sorted(found - self._without_room):
             _log.warning("%s stays degraded: no other server has room for a copy; start one or delete buffers", title)
         self._without_room = found
-
-
-def _wants(record: BufferRecord) -> bool:
-    """Whether the buffer has a copy too few or too many."""
-    return record.degraded or (record.replicas == 1 and any(each.backup for each in record.segments))

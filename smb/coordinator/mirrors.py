@@ -52,7 +52,7 @@ class Mirrors:
     def tasks(self, state: State, server: str, now: Instant) -> list[pb.MirrorTask]:
         """Return which mirrors this server's relay must fill, and from which servers."""
         tasks = []
-        for record in state.buffers.values():
+        for record in state.buffers.at(server):
             if record.mirror_of and record.ready and record.segments[0].server == server:
                 source = state.source(record)
                 if source is not None:

@@ -106,6 +106,12 @@ class BufferRecord:
         return (*self.segments, *others)
 
     @property
+    def servers(self) -> tuple[str, ...]:
+        """The servers of all copies, also of one that is being made, each once."""
+        named = (name for each in self.segments for name in (each.server, each.backup, each.copying_to) if name)
+        return tuple(dict.fromkeys(named))
+
+    @property
     def movable(self) -> bool:
         """Whether some segment may move from server to server."""
         return self.replicas > 1 or any(segment.epoch for segment in self.segments)
@@ -120,6 +126,11 @@ class BufferRecord:
     def degraded(self) -> bool:
         """Whether some segment has fewer copies than the buffer was created with."""
         return self.replicas > 1 and not all(segment.backup for segment in self.segments)
+
+    @property
+    def unsettled(self) -> bool:
+        """Whether some segment has a copy too few or too many."""
+        return self.degraded or (self.replicas == 1 and any(segment.backup for segment in self.segments))
 
     def to_json(self) -> str:
         """Return the text that `from_json` reads."""

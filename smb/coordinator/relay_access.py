@@ -59,7 +59,7 @@ def check_delete(state: State, server: str, name: str) -> None:
 
 def _mirrors_on(state: State, server: str) -> Iterator[tuple[BufferRecord, BufferRecord]]:
     """Yield each mirror on that server, with its source."""
-    for record in state.buffers.values():
+    for record in state.buffers.at(server):
         if record.mirror_of and record.ready and record.segments[0].server == server:
             source = state.source(record)
             if source is not None:

@@ -304,7 +304,7 @@ class CoordinatorService(CoordinatorServicer):
         may make them after it has answered. Raises UnavailableError if the server does not answer.
         """
         state, name = self._commit_log.state, event.server.name
-        copies = [(record, copy) for record in state.buffers.values() for copy in record.copies if copy.server == name]
+        copies = [(record, copy) for record in state.buffers.at(name) for copy in record.copies if copy.server == name]
         here = {copy.id for _, copy in copies}
         due = {copy.id for record, copy in copies if record.ready}
         asked = here ^ event.held.keys()
@@ -346,7 +346,7 @@ class CoordinatorService(CoordinatorServicer):
                         f'memory server "{name}" was restarted, and "{peer}", which has other copies of its segments, '
                         f"does not answer; it must register again"
                     )
-        here = {copy.id for record in state.buffers.values() for copy in record.copies if copy.server == name}
+        here = {copy.id for record in state.buffers.at(name) for copy in record.copies if copy.server == name}
         return await self._roles.look_at_holders(event.held.keys() - here)
 
     async def RenewServer(self, request: pb.RenewServerRequest, context: Context) -> pb.RenewServerReply:

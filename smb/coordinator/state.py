@@ -15,6 +15,7 @@ from typing import TypeVar
 from smb.config.limits import RENEWALS_PER_LEASE
 from smb.config.quotas import Quota
 from smb.coordinator import limits
+from smb.coordinator.buffers import Buffers
 from smb.coordinator.drop_rules import is_newer
 from smb.coordinator.ended_sessions import EndedSessions
 from smb.coordinator.events import CopyProgress, Effect, Instant, ServerRegistered
@@ -74,7 +75,7 @@ class State:
     `buffers` includes locks and barriers, each under its record's key.
     """
 
-    buffers: Mapping[str, BufferRecord] = field(default_factory=dict)
+    buffers: Buffers = field(default_factory=Buffers)
     servers: Mapping[str, ServerRecord] = field(default_factory=dict)
     allocated: Mapping[str, Allocation] = field(default_factory=dict)
     # Servers that must register again before they may renew, because their list of segments may be wrong.
@@ -193,7 +194,7 @@ class State:
         lacking = self.missing.get(server, frozenset()) - self.others.get(server, frozenset())
         if not lacking:
             return self.taken_bytes(server)
-        gone = (copy for record in self.buffers.values() for copy in record.copies if copy.server == server)
+        gone = (copy for record in self.buffers.at(server) for copy in record.copies if copy.server == server)
         return self.taken_bytes(server) - sum(copy.file_bytes for copy in gone if copy.id in lacking)
 
     def find(self, kind: Kind, name: str) -> BufferRecord | None:
@@ -228,19 +229,18 @@ class State:
 
     def find_id(self, buffer_id: int) -> BufferRecord | None:
         """Return the ready buffer with that id, whatever its current name is."""
-        return next((record for record in self.listed() if record.id == buffer_id), None)
+        record = self.buffers.with_id(buffer_id)
+        return record if record is not None and record.ready and record.kind is Kind.BUFFER else None
 
     def source(self, record: BufferRecord) -> BufferRecord | None:
         """Return the buffer of which this record is a mirror."""
-        if not record.mirror_of:
-            return None
-        return next((each for each in self.buffers.values() if each.id == record.mirror_of), None)
+        return self.buffers.with_id(record.mirror_of) if record.mirror_of else None
 
     def mirrors(self, record: BufferRecord) -> list[BufferRecord]:
         """Return the ready mirrors of a published buffer, by name."""
         if record.mirror_of or (record.versions < 2 and not record.name.endswith(LOG)):
             return []
-        found = [each for each in self.buffers.values() if each.mirror_of == record.id and each.ready]
+        found = [each for each in self.buffers.mirrors_of(record.id) if each.ready]
         return sorted(found, key=lambda each: each.name)
 
     def listed(self) -> tuple[BufferRecord, ...]:
@@ -282,7 +282,7 @@ class State:
 
     def copies(self, server: str) -> list[Copy]:
         """Return the server's roles in buffers with roles, including buffers that are still being made."""
-        return [copy for record in self.buffers.values() for copy in copies_on(record, server)]
+        return [copy for record in self.buffers.at(server) for copy in copies_on(record, server)]
 
     def rival(self, event: ServerRegistered, now: Instant) -> ServerRecord | None:
         """Return the other run that holds this server's name while its lease runs. It may be dead all the same."""
@@ -322,9 +322,8 @@ def load(
         token_floor=token_floor,
         lineage=lineage or Lineage(),
     )
-    for record in buffers:
-        state = add(state, record)
-    return state
+    found = list(buffers)
+    return replace(state, buffers=Buffers((record.key, record) for record in found), allocated=allocated_by(found))
 
 
 def find_ready(state: State, name: str, known_id: int = 0) -> BufferRecord:
@@ -341,16 +340,17 @@ def find_ready(state: State, name: str, known_id: int = 0) -> BufferRecord:
     return record
 
 
-def add(state: State, record: BufferRecord) -> State:
-    """Return the state with one more record, whose segments count in `allocated`."""
-    allocated = allocate(state.allocated, record, +1)
-    return replace(state, buffers={**state.buffers, record.key: record}, allocated=allocated)
+def put(state: State, *records: BufferRecord) -> State:
+    """Return the state with these records, each in the place of the one of its key. Segments count in `allocated`."""
+    before = [state.buffers[record.key] for record in records if record.key in state.buffers]
+    allocated = _counted(_counted(dict(state.allocated), before, -1), records, +1)
+    return replace(state, buffers=state.buffers.changed(records), allocated=allocated)
 
 
 def remove(state: State, record: BufferRecord) -> State:
     """Return the state without the record."""
     allocated = allocate(state.allocated, record, -1)
-    return replace(state, buffers=without(state.buffers, record.key), allocated=allocated)
+    return replace(state, buffers=state.buffers.changed(gone=(record.key,)), allocated=allocated)
 
 
 def delete(state: State, record: BufferRecord) -> State:
@@ -372,11 +372,23 @@ def end_copies_beside(state: State, *records: BufferRecord) -> State:
 
 def allocate(allocated: Mapping[str, Allocation], record: BufferRecord, sign: int) -> dict[str, Allocation]:
     """Return the allocations with the record added (sign +1) or removed (-1)."""
-    changed = dict(allocated)
-    for segment in record.copies:
-        before = changed.get(segment.server, Allocation())
-        changed[segment.server] = Allocation(before.nbytes + sign * segment.file_bytes, before.segments + sign)
-    return changed
+    return _counted(dict(allocated), (record,), sign)
+
+
+def allocated_by(records: Iterable[BufferRecord]) -> dict[str, Allocation]:
+    """Return what these records take of each server."""
+    return _counted({}, records, +1)
+
+
+def _counted(allocated: dict[str, Allocation], records: Iterable[BufferRecord], sign: int) -> dict[str, Allocation]:
+    """Change the allocations in place, and return them."""
+    for record in records:
+        for segment in record.segments:
+            for server in (segment.server, segment.backup, segment.copying_to):
+                if server:
+                    before = allocated.get(server, Allocation())
+                    allocated[server] = Allocation(before.nbytes + sign * segment.file_bytes, before.segments + sign)
+    return allocated
 
 
 def without(mapping: Mapping[Key, Value], *keys: Key) -> dict[Key, Value]:

@@ -127,7 +127,7 @@ class CoordinatorProcess:
         """In the place of LeaseMetrics: hear of each event."""
         leading = self.shown.leading
         # One that stood still hears late that its change was stored, and another one may have changed the store since.
-        alone = sum(each.state is not None for each in self.world.coordinators.values()) == 1
+        alone = self.state is not None and sum(bool(each.state) for each in self.world.coordinators.values()) == 1
         owes = leading is None or bool(leading.commit_log._owed) or not alone
         self.world.saw_commit(event, before, committed, owes)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from smb.coordinator.bundles import Bundles, Member
@@ -30,7 +30,7 @@ from smb.coordinator.replicas import (
     let_move,
     lose_backups,
 )
-from smb.coordinator.state import State, Step, add, remove, without
+from smb.coordinator.state import State, Step, put, without
 from smb.drop_reasons import Ground
 from smb.errors import NotFoundError, UnavailableError
 
@@ -62,7 +62,8 @@ def server_returned(state: State, event: ServerReturned, now: Instant) -> Step:
 
     where = state.where()
     newer = (number for number, held in event.held.items() if number in where and _claims(held, *where[number]))
-    return judge_copies(state, judge, event.changes_max, contested=frozenset(newer))
+    here = list(state.buffers.at(event.name))
+    return judge_copies(state, judge, event.changes_max, contested=frozenset(newer), of=here)
 
 
 class NotAskedError(UnavailableError):
@@ -73,7 +74,7 @@ def check_all_told(state: State, server: str, held: Collection[int], missing: Co
     """Raise NotAskedError if the records place a segment on a server that has not said whether it has it. That
     segment was made after the server was asked, perhaps by its former run.
     """
-    for record in state.buffers.values():
+    for record in state.buffers.at(server):
         for copy in record.copies if record.ready else ():
             if copy.server == server and copy.id not in held and copy.id not in missing:
                 raise NotAskedError(
@@ -90,7 +91,7 @@ def not_those_copies(state: State, server: str, held: Mapping[int, Held]) -> fro
     """Return the segments that the records place on a server but of which it holds another copy."""
     return frozenset(
         segment.id
-        for record in state.buffers.values()
+        for record in state.buffers.at(server)
         if record.ready
         for segment in record.segments
         if segment.id in held
@@ -102,7 +103,7 @@ def not_those_copies(state: State, server: str, held: Mapping[int, Held]) -> fro
 def survivors(state: State, now: Instant) -> frozenset[str]:
     """Return the servers that are to go on alone with some segment, because the server of its other copy is gone."""
     found = set()
-    for record in state.buffers.values():
+    for record in at_dead(state, now):
         for segment in record.segments if record.movable else ():
             if segment.backup:
                 living = [name for name in (segment.server, segment.backup) if state.alive(name, now)]
@@ -110,11 +111,18 @@ def survivors(state: State, now: Instant) -> frozenset[str]:
     return frozenset(name for name in found if state.heard(name, now))
 
 
+def at_dead(state: State, now: Instant) -> list[BufferRecord]:
+    """Return the records with a copy on a server without a lease: those that a loss may change."""
+    dead = (name for name in state.buffers.servers() if not state.alive(name, now))
+    found = {record.key: record for name in dead for record in state.buffers.at(name)}
+    return list(found.values())
+
+
 def backups_of(state: State, server: str) -> list[str]:
     """Return the servers of the backups of this server's primaries."""
     backups = {
         segment.backup
-        for record in state.buffers.values()
+        for record in state.buffers.at(server)
         if record.ready and record.movable
         for segment in record.segments
         if segment.server == server and segment.backup
@@ -132,7 +140,7 @@ def backups_lost(state: State, event: BackupsLost, _: Instant) -> Step:
         ours = {segment.id for segment in record.segments if segment.server == event.name} & segment_ids
         return lose_backups(record, ours)
 
-    return judge_copies(state, judge, event.changes_max)
+    return judge_copies(state, judge, event.changes_max, of=list(state.buffers.at(event.name)))
 
 
 def copy_begun(state: State, event: CopyBegun, now: Instant) -> Step:
@@ -163,8 +171,7 @@ def copy_begun(state: State, event: CopyBegun, now: Instant) -> Step:
         text += f", and leaves {event.leaving}"
         left = tuple(replace(member, server=event.leaving) for _, member in members)
         effects.append(dropped(left, Ground.SUPERSEDED, state.unexplained, event.epoch))
-    for each in changed:
-        state = add(remove(state, state.buffers[each.key]), each)
+    state = put(state, *changed)
     ids = [member.id for _, member in members]
     beside = without(state.unexplained.get(event.target, {}), *ids)
     state = replace(
@@ -194,7 +201,7 @@ def move_allowed(state: State, event: MoveAllowed, _: Instant) -> Step:
     judged = record if record is None else let_move(record, event.segment_id)
     if record is None or judged is None or judged is record:
         raise NotFoundError(f"segment {event.segment_id:016x} already has roles, or was deleted")
-    return add(remove(state, record), judged), (SaveBuffer(judged),)
+    return put(state, judged), (SaveBuffer(judged),)
 
 
 def copy_dropped(state: State, event: CopyDropped, now: Instant) -> Step:
@@ -210,7 +217,7 @@ def copy_dropped(state: State, event: CopyDropped, now: Instant) -> Step:
         )
     text = f"a segment of {record.title} is on {segment.server} now, and leaves {event.leaving}"
     drop = dropped((replace(segment, server=event.leaving),), Ground.SUPERSEDED, state.unexplained, event.epoch)
-    return add(remove(state, record), judged), (SaveBuffer(judged), drop, Report(logging.INFO, text))
+    return put(state, judged), (SaveBuffer(judged), drop, Report(logging.INFO, text))
 
 
 def copies_ended(state: State, event: CopiesEnded, _: Instant) -> Step:
@@ -221,7 +228,8 @@ def copies_ended(state: State, event: CopiesEnded, _: Instant) -> Step:
         return end_copies(record, event.name, epochs, whole=event.whole)
 
     text = "has a new copy" if event.whole else "could not be copied"
-    return judge_copies(state, judge, event.changes_max, text, logging.INFO if event.whole else logging.WARNING)
+    level, here = logging.INFO if event.whole else logging.WARNING, list(state.buffers.at(event.name))
+    return judge_copies(state, judge, event.changes_max, text, level, of=here)
 
 
 def judge_copies(
@@ -231,16 +239,18 @@ def judge_copies(
     what: str = "has lost a copy",
     level: int = logging.WARNING,
     contested: frozenset[int] = frozenset(),
+    of: Iterable[BufferRecord] | None = None,
 ) -> Step:
     """Replace buffers' records by those that `judge` returns, at most `changes_max` of them. All segments of a bundle
     change at once, however many they are. Segments that are `contested`, or of which a server has a newer copy, stay.
+    `of`: the records to judge; None: all.
     """
     effects: list[Effect] = []
     changed: dict[str, BufferRecord] = {}
     left = CHANGED_BYTES_MAX
     bundles: Bundles | None = None
     contested |= state.contested()
-    for record in state.buffers.values():
+    for record in state.buffers.values() if of is None else of:
         if not record.movable or not contested.isdisjoint(segment.id for segment in record.segments):
             continue
         present = changed.get(record.key, record)
@@ -254,8 +264,9 @@ def judge_copies(
             break
         left -= size
         changed |= {each.key: each for each in together}
+    if changed:
+        state = put(state, *changed.values())
     for judged in changed.values():
-        state = add(remove(state, state.buffers[judged.key]), judged)
         servers = ", ".join(segment.server for segment in judged.segments)
         effects += [SaveBuffer(judged), Report(level, f"{judged.title} {what}: it goes on with those on {servers}")]
     return state, tuple(effects)

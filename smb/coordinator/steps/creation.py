@@ -25,7 +25,7 @@ from smb.coordinator.placement import Placement, Pool, place, place_backups, pla
 from smb.coordinator.published import published_as
 from smb.coordinator.quotas import check_quota
 from smb.coordinator.records import BufferRecord, Kind, SegmentRecord
-from smb.coordinator.state import FIRST_EPOCH, State, Step, add, end_copies_beside, find_ready, remove
+from smb.coordinator.state import FIRST_EPOCH, State, Step, end_copies_beside, find_ready, put, remove
 from smb.coordinator.validate import Creation, check_wire
 from smb.drop_reasons import Ground
 from smb.errors import (
@@ -94,9 +94,9 @@ def buffer_wanted(state: State, event: BufferWanted, now: Instant) -> Step:
     if creation.joins and beside is not None:
         record, first = _joined(record, beside)
         saves = (SaveBuffer(first), SaveBuffer(record))
-        state = replace(state, buffers={**state.buffers, first.key: first})
+        state = replace(state, buffers=state.buffers.changed((first,)))
     check_quota(state.quotas, state.buffers.values(), record, creation.asked)
-    return add(state, record), (*saves, MakeSegments(record))
+    return put(state, record), (*saves, MakeSegments(record))
 
 
 def made_before(state: State, creation: Creation) -> BufferRecord | None:
@@ -200,7 +200,7 @@ def buffer_made(state: State, event: BufferMade, _: Instant) -> Step:
             raise NotNowError(f'{record.title}: memory server "{name}" was restarted meanwhile; try again')
     if record.mirror_of and state.source(record) is None:
         raise NotFoundError(f"{record.title}: the buffer that it was to mirror was deleted meanwhile")
-    state = replace(state, buffers={**state.buffers, record.key: record})
+    state = replace(state, buffers=state.buffers.changed((record,)))
     servers = ", ".join(segment.server for segment in record.segments)
     copies = f" in {record.replicas} copies" if record.replicas > 1 else ""
     report = Report(logging.INFO, f"made {record.title}, {record.nbytes} bytes on {servers}{copies}")

@@ -118,7 +118,7 @@ def _made(state: State, record: BufferRecord, known: Interrupted, heard: Mapping
     made = replace(record, ready=True)
     state = replace(
         state,
-        buffers={**state.buffers, made.key: made},
+        buffers=state.buffers.changed((made,)),
         interrupted=without(state.interrupted, made.id),
     )
     text = f"{made.title} counts as made: the coordinator was stopped within its creation, or its records were older"

@@ -114,10 +114,9 @@ def _folder_renamed(state: State, event: BufferRenamed, asked: str) -> Step:
 def _called(state: State, record: BufferRecord, name: str, asked: str) -> Step:
     """Give a record another name. Its segments stay as they are. In another namespace it must fit that quota."""
     named = replace(record, name=name)
-    others = without(state.buffers, record.key)
     if namespace_of(name) != namespace_of(record.name):
-        check_quota(state.quotas, others.values(), named, asked)
-    buffers = {**others, named.key: named}
+        check_quota(state.quotas, without(state.buffers, record.key).values(), named, asked)
+    buffers = state.buffers.changed((named,), gone=(record.key,))
     # The order matters: if one record takes the name that another one leaves, its save must be the key's later change.
     return replace(state, buffers=buffers), (EraseBuffer(record.key), SaveBuffer(named), WakeOpeners(named.key))
 
@@ -146,7 +145,7 @@ def names_freed(state: State, event: NamesFreed, _: Instant) -> Step:
     floor = max(state.token_floor, *(event.tokens[record.segments[0].id] for record in freed))
     state = replace(
         state,
-        buffers=without(state.buffers, *(record.key for record in freed)),
+        buffers=state.buffers.changed(gone=[record.key for record in freed]),
         allocated=allocated,
         token_floor=floor,
     )

@@ -49,7 +49,7 @@ def server_registered(state: State, event: ServerRegistered, now: Instant) -> St
     server = replace(server, last_seen_at=now.wall, draining=known is not None and known.draining)
     here = {
         segment.id: record.name
-        for record in state.buffers.values()
+        for record in state.buffers.at(server.name)
         for segment in record.copies
         if segment.server == server.name and (record.ready or segment.id in event.held)
     }

@@ -25,7 +25,7 @@ from smb.coordinator.placement import SERVERS_SHOWN_MAX
 from smb.coordinator.records import BufferRecord
 from smb.coordinator.replicas import fail_over
 from smb.coordinator.state import Maintenance, State, Step, remove, without
-from smb.coordinator.steps.copies import judge_copies
+from smb.coordinator.steps.copies import at_dead, judge_copies
 from smb.coordinator.steps.interrupted import interrupted
 from smb.coordinator.steps.maintenance import LASTS_S_MAX, over
 from smb.coordinator.steps.servers import forgettable
@@ -103,7 +103,7 @@ def ticked(state: State, event: Ticked, now: Instant) -> Step:
             return record
         return fail_over(record, alive, lambda name: name not in event.silent and state.heard(name, now))
 
-    state, saves = judge_copies(state, judge, event.ends_max)
+    state, saves = judge_copies(state, judge, event.ends_max, of=at_dead(state, now))
     effects += saves
     forgotten = [
         server.name

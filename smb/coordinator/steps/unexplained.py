@@ -23,7 +23,7 @@ from smb.coordinator.events import (
     UnexplainedJudged,
 )
 from smb.coordinator.records import BufferRecord, Held, SegmentRecord
-from smb.coordinator.state import State, Step, add, remove, without
+from smb.coordinator.state import State, Step, put, without
 from smb.coordinator.steps.copies import CHANGED_BYTES_MAX
 from smb.coordinator.steps.interrupted import interrupted_judged
 from smb.drop_reasons import Ground
@@ -113,9 +113,8 @@ def _take_up(state: State, changes_max: int | None, now: Instant) -> Step:
         if effects and (left < 0 or left_bytes < 0):
             break
         members = {each.id for of in changed for each in of.segments if bundle_of(each) == bundle_of(taken)}
-        for each in changed:
-            effects.append(SaveBuffer(each))
-            state = add(remove(state, state.buffers[each.key]), each)
+        effects += map(SaveBuffer, changed)
+        state = put(state, *changed)
         alike = [
             server
             for server, held in claims.items()
