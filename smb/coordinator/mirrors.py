@@ -6,8 +6,13 @@ which plans are in use. Until then it gives no plans, and relays continue with t
 
 from __future__ import annotations
 
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
+from smb.coordinator.beside_loop import BesideLoop
 from smb.coordinator.events import Instant
 from smb.coordinator.link_rates import Flow
 from smb.coordinator.mirror_plans import MirrorPlan, MirrorPlans
@@ -16,6 +21,11 @@ from smb.coordinator.records import BufferRecord
 from smb.coordinator.state import State
 from smb.rpc import control_pb2 as pb
 
+Trees: TypeAlias = Sequence[RelayTree]
+Pack: TypeAlias = Callable[[], Trees]
+Adopt: TypeAlias = Callable[[Trees], None]
+_KEY = "mirrors"  # the place of all plans in the queue of long computations
+_log = logging.getLogger("coordinator")
 _BEGINS_S = 15.0  # upper bound of a relay's start; until then readers assume that a report will come
 _RATE_MIN, _RATE_MAX = 1.0, 1e15  # bytes per second
 _FASTER = 1.1  # a new plan for the same relays must be so many times as fast: measured rates vary
@@ -31,8 +41,29 @@ class Mirrors:
     """The last report of each mirror's relay, and the plans. Used in the coordinator's loop only."""
 
     def __init__(self) -> None:
+        # Packs trees, and gives them to the function that it gets. Here: at once, in the loop.
+        self._pack: Callable[[Pack, Adopt], None] = lambda pack, adopt: adopt(pack())
         self._reports: dict[int, _Report] = {}  # by the mirror's id, since a mirror may be made anew under its name
         self._plans: dict[int, MirrorPlans] = {}  # by the source's id
+
+    def pack_beside(self, beside: BesideLoop) -> None:
+        """From now on pack trees in another thread: with 64 relays in several zones that takes up to 0.25 s. Until it
+        is done, the plan before goes on.
+        """
+        under_way: set[asyncio.Task[None]] = set()
+
+        async def packed(pack: Pack, adopt: Adopt) -> None:
+            try:
+                adopt(await beside.run(_KEY, pack))
+            except Exception:  # noqa: BLE001 - a bug of ours: mirrors go on with the plan that they have
+                _log.exception("cannot plan trees for mirrors")
+
+        def begin(pack: Pack, adopt: Adopt) -> None:
+            task = asyncio.get_running_loop().create_task(packed(pack, adopt))
+            under_way.add(task)
+            task.add_done_callback(under_way.discard)
+
+        self._pack = begin
 
     def record(self, state: State, server: str, request: pb.RenewServerRequest, now: Instant) -> None:
         """Store a server's reports of the mirrors that it has."""
@@ -119,15 +150,24 @@ class Mirrors:
         edges = {(parent, name) for tree in latest for name, parent in tree.parents.items()}
         weighted = [_node(state, each) for each in (source, *relays)]
         nodes, pairs = plans.link_rates.estimate(weighted, self._flows(relays), edges)
-        from smb.coordinator.tree_packing import pack  # imports numpy, which few coordinators need
+        asked = plans.planned_for
 
-        trees = pack(nodes[0], nodes[1:], pairs)
-        if (
-            not latest
-            or plans.plans[-1].relays != names
-            or rate_of(trees, nodes, pairs) >= _FASTER * rate_of(latest, nodes, pairs)
-        ):
-            plans.begin(trees)
+        def pack() -> Trees:
+            from smb.coordinator.tree_packing import pack as packed  # imports numpy, which few coordinators need
+
+            return packed(nodes[0], nodes[1:], pairs)
+
+        def adopt(trees: Trees) -> None:
+            if plans.planned_for is not asked or (plans.plans and not plans.is_in_force):
+                return  # another decision came between
+            if (
+                not latest
+                or plans.plans[-1].relays != names
+                or rate_of(trees, nodes, pairs) >= _FASTER * rate_of(latest, nodes, pairs)
+            ):
+                plans.begin(trees)
+
+        self._pack(pack, adopt)
 
     def _is_early(self, state: State, source: BufferRecord, plans: MirrorPlans, now: Instant) -> bool:
         """Return True while more relays may report soon: each plan holds for a version at least, so one for some of

@@ -187,6 +187,7 @@ class CoordinatorService(CoordinatorServicer):
         self._opens_waiting: Counter[str] = Counter()  # by the certificate's key
         self._registering: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # by the server's name
         self._mirrors = mirrors
+        mirrors.pack_beside(self._beside)
 
     # Sessions
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from smb import errors
+from smb.coordinator.beside_loop import BesideLoop
 from smb.coordinator.events import (
     BufferDeleted,
     BufferMade,
@@ -296,3 +300,41 @@ def test_a_mirror_made_anew_has_told_nothing(cluster: Cluster) -> None:
         mirrors.record(cluster.state, "s1", pb.RenewServerRequest(name="s1", mirrors=[late]), NOW)
         (told,) = mirrors.messages(cluster.state, cluster.state.buffers["p"], NOW)
         assert told.version == version
+
+
+def test_trees_are_packed_beside_the_loop(cluster: Cluster) -> None:
+    """A renewal does not wait for them: its answer has the plan before. What was packed for relays that are not the
+    present ones any more is not used.
+    """
+    held: list[tuple[Callable[[], Any], asyncio.Future[Any]]] = []
+
+    async def in_thread(work: Callable[[], Any]) -> Any:
+        held.append((work, asyncio.get_running_loop().create_future()))
+        return await held[-1][1]
+
+    async def finish() -> None:
+        work, done = held.pop(0)
+        done.set_result(work())
+        for _ in range(5):
+            await asyncio.sleep(0)
+
+    async def scenario() -> None:
+        mirrors = Mirrors()
+        mirrors.pack_beside(BesideLoop(in_thread))
+        later = replace(NOW, monotonic=NOW.monotonic + 1, wall=NOW.wall + 100)
+        cluster.mirror("s1")
+        report(mirrors, cluster, "s1", later)
+        (task,) = mirrors.tasks(cluster.state, "s1", later)
+        assert not task.plans
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        cluster.mirror("s2")
+        report(mirrors, cluster, "s2", later)
+        mirrors.tasks(cluster.state, "s2", later)  # is planned for both now
+        await finish()
+        assert not mirrors.tasks(cluster.state, "s1", later)[0].plans
+        await finish()
+        assert mirrors.tasks(cluster.state, "s1", later)[0].plans
+        assert not held
+
+    asyncio.run(scenario())
