@@ -13,7 +13,8 @@ import typer
 from memserver.daemon import ServerOptions, default_name, run
 from smb.config.parse import parse_bytes
 from smb.config.settings import SETTINGS, variables_of
-from smb.daemon.process import clear_ready_file, start_log
+from smb.daemon.log import start_log
+from smb.daemon.process import clear_ready_file
 from smb.errors import Error
 from smb.security import credentials as found
 from smb.tools.cli.options import Command, configured, option
@@ -46,6 +47,7 @@ def memserver(
     insecure: Annotated[bool, option("cluster.insecure")] = False,
     metrics_token_file: Annotated[Path | None, option("cluster.metrics_token_file")] = None,
     log_level: Annotated[str, option("memserver.log_level")] = SETTINGS["memserver.log_level"].default,
+    log_format: Annotated[str, option("memserver.log_format")] = SETTINGS["memserver.log_format"].default,
 ) -> None:
     """Offer this host's memory to a cluster: serve segments until SIGTERM or Ctrl-C.
 
@@ -56,7 +58,7 @@ def memserver(
     """
     try:
         clear_ready_file(ready_file)
-        start_log(log_level)
+        start_log(log_level, log_format)
         run(
             ServerOptions(
                 coordinator=coordinator,

@@ -26,6 +26,7 @@ from memserver.stamps import Stamps
 from memserver.store_messages import inventory_message, stamp_of
 from smb.arrays.dtypes import DTYPES
 from smb.config.parse import format_address
+from smb.config.request_ids import begin, end
 from smb.daemon.failpoint import failpoint
 from smb.daemon.process import grpc_server_options
 from smb.drop_reasons import Ground
@@ -105,6 +106,7 @@ class ControlService(MemoryServerServicer):
                 anew=request.replica.copying,
                 bundle_id=request.group_id,
             )
+            _log.info("made segment %016x of %d bytes", request.id, request.nbytes)
             failpoint("memserver.create.done")
             return pb.CreateSegmentReply(used_bytes=self._segments.used_bytes(), group_id=request.group_id)
 
@@ -118,6 +120,7 @@ class ControlService(MemoryServerServicer):
                 self._segments.drop(request.id, request.epoch or FOR_GOOD, Ground(request.ground))
             elif (seen := self._segments.held().get(request.id)) is not None:
                 self._segments.give_up(seen, request.epoch)
+            _log.info("dropped segment %016x: %s", request.id, Ground(request.ground).name.lower())
             failpoint("memserver.delete.done")
             return pb.DeleteSegmentReply(used_bytes=self._segments.used_bytes())
 
@@ -137,6 +140,7 @@ class ControlService(MemoryServerServicer):
 
         def end() -> pb.EndSessionsReply:
             self._segments.end_sessions(request.session_ids)
+            _log.info("ended %d sessions", len(request.session_ids))
             return pb.EndSessionsReply()
 
         return _answer(context, end)
@@ -250,6 +254,31 @@ class ControlService(MemoryServerServicer):
             raise InvalidArgumentError(f"session {session_id:016x} has ended; connect again")
 
 
+class _Requests(grpc.ServerInterceptor):  # type: ignore[type-arg]
+    """Begins and ends the call in the thread that answers it, of a threaded server."""
+
+    def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Any],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        """Return the method's handler inside its call. An unknown method has no handler, and gRPC refuses it."""
+        handler = continuation(handler_call_details)
+        if handler is None or handler.unary_unary is None:
+            return handler
+
+        def ask(request: Any, context: grpc.ServicerContext) -> Any:
+            begin(context.invocation_metadata() or ())
+            try:
+                return handler.unary_unary(request, context)
+            finally:
+                end()
+
+        return grpc.unary_unary_rpc_method_handler(
+            ask, request_deserializer=handler.request_deserializer, response_serializer=handler.response_serializer
+        )
+
+
 class ControlServer:
     """Serves the ControlService. Call `close` at the end."""
 
@@ -266,7 +295,7 @@ class ControlServer:
     ) -> None:
         """Listen and serve. Port 0 picks a free one; `check_proof` is given with credentials. Raises
         UnavailableError."""
-        guards: list[grpc.ServerInterceptor[Any, Any]] = [Bounds()]
+        guards: list[grpc.ServerInterceptor[Any, Any]] = [_Requests(), Bounds()]
         if credentials is not None:
             guards.append(RoleInterceptor(Callers(Current(credentials))))
         pool = ThreadPoolExecutor(THREADS, "control")

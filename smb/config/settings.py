@@ -144,6 +144,7 @@ def private_memory(around: str = "/dev/shm") -> str:  # noqa: S108 - the system'
 
 _READY_HELP = "File for a JSON object (address, metrics, name, pid), written once it serves{}; removed at the stop."
 _LOG_HELP = "debug, info, warning or error."
+_FORMAT_HELP = "text, or json: one JSON object in a line."
 _PAGES_HELP = "Where /metrics and /healthz are served."
 
 _TABLE = (
@@ -250,6 +251,13 @@ _TABLE = (
         "With credentials: lifetime of the right to a buffer; clients renew it.", _number, "SECONDS",
     ),
     Setting("coordinator", "log_level", str, "info", _LOG_HELP, _one_of(LOG_LEVELS), "LEVEL"),
+    Setting("coordinator", "log_format", str, "text", _FORMAT_HELP, _one_of(("text", "json")), "text|json"),
+    Setting(
+        "coordinator", "audit_log", str, None,
+        "File to which a JSON line is appended for each change: who created, deleted, renamed, drained, moved, freed "
+        "or kicked what. Default: the log.",
+        metavar="FILE",
+    ),
     Setting(
         "memserver", "listen", str, "127.0.0.1:0", "Where clients connect; port 0: a free one.", parse_address,
         "HOST:PORT",
@@ -312,6 +320,7 @@ _TABLE = (
     ),
     Setting("memserver", "ready_file", str, None, _READY_HELP.format(" and registered"), metavar="FILE"),
     Setting("memserver", "log_level", str, "info", _LOG_HELP, _one_of(LOG_LEVELS), "LEVEL"),
+    Setting("memserver", "log_format", str, "text", _FORMAT_HELP, _one_of(("text", "json")), "text|json"),
     Setting("verbs", "device", str, "", "An RDMA device, as `rdma link` shows it. Default: one with an active port."),
     Setting("verbs", "port", int, None, "Its port. Default: the first that is active.", _whole),
     Setting("verbs", "gid_index", int, None, "Which address of the port. Default: RoCE v2 over IPv4 first.", _whole),

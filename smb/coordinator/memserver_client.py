@@ -11,6 +11,7 @@ from typing import TypeVar
 import grpc
 import grpc.aio
 
+from smb.config.request_ids import passed_on
 from smb.coordinator.lineage import Stamp
 from smb.coordinator.messages import held_of, stamp_message
 from smb.coordinator.outside import Connections, GrpcConnections
@@ -116,7 +117,9 @@ class MemoryServers:
         deadline_s = ANSWER_S + segment.file_bytes / CREATE_BYTES_PER_S_MIN
         try:
             peer = self._peer(server)
-            reply = await _while_alive(peer.stub.CreateSegment(request, timeout=deadline_s), alive)
+            reply = await _while_alive(
+                peer.stub.CreateSegment(request, timeout=deadline_s, metadata=passed_on()), alive
+            )
         except grpc.aio.AioRpcError as error:
             raise self._failure(server, "make a segment", error) from error
         if reply is None:
@@ -150,7 +153,7 @@ class MemoryServers:
                 taken_up_segment_ids=taken_up,
                 instance_id=server.instance_id,
             )
-            reply = await peer.stub.TakeRoles(request, timeout=ANSWER_S)
+            reply = await peer.stub.TakeRoles(request, timeout=ANSWER_S, metadata=passed_on())
         except grpc.aio.AioRpcError as error:
             raise self._failure(server, "take roles", error) from error
         if not {part.segment_id for part in replicas if part.confirm} <= set(reply.confirmed):
@@ -168,7 +171,7 @@ class MemoryServers:
         try:
             peer = self._peer(server)
             request = pb.DeleteSegmentRequest(id=segment_id, epoch=epoch, ground=ground.name, room=room)
-            reply = await peer.stub.DeleteSegment(request, timeout=ANSWER_S)
+            reply = await peer.stub.DeleteSegment(request, timeout=ANSWER_S, metadata=passed_on())
         except grpc.aio.AioRpcError as error:
             raise self._failure(server, "drop a segment", error) from error
         return int(reply.used_bytes)
@@ -180,7 +183,7 @@ class MemoryServers:
         request = pb.RetireSegmentsRequest(ids=segment_ids, idle_ms=round(idle_s * 1000))
         try:
             peer = self._peer(server)
-            reply = await peer.stub.RetireSegments(request, timeout=ANSWER_S)
+            reply = await peer.stub.RetireSegments(request, timeout=ANSWER_S, metadata=passed_on())
         except grpc.aio.AioRpcError as error:
             raise self._failure(server, "retire locks and barriers", error) from error
         return dict(reply.tokens)
@@ -189,7 +192,8 @@ class MemoryServers:
         """Tell the server that these sessions have ended. Raises UnavailableError (outcome unknown)."""
         try:
             peer = self._peer(server)
-            await peer.stub.EndSessions(pb.EndSessionsRequest(session_ids=session_ids), timeout=ANSWER_S)
+            request = pb.EndSessionsRequest(session_ids=session_ids)
+            await peer.stub.EndSessions(request, timeout=ANSWER_S, metadata=passed_on())
         except grpc.aio.AioRpcError as error:
             raise self._failure(server, "end sessions", error) from error
 

@@ -12,14 +12,24 @@ import grpc
 import grpc.aio
 
 from smb import errors
+from smb.config.request_ids import REQUEST, CallInfo, begin
 from smb.coordinator.call_places import BusyError
 from smb.coordinator.front import ASKED_OF_ALL, Front
 from smb.coordinator.store import DeposedError
+from smb.daemon.log import AUDIT
 from smb.rpc.bounds import check_bounds
 from smb.rpc.coordinator_client import ANSWERED, BUSY, OUTCOME, STANDBY, SessionEndedError
 from smb.rpc.peers import PATIENCE
+from smb.security.roles import ANYBODY, caller
 
-_log = logging.getLogger("coordinator")
+_log, _access, _audit_log = logging.getLogger("coordinator"), logging.getLogger("access"), logging.getLogger(AUDIT)
+# Answers that are part of usual work, such as a look for a buffer that is not there yet. They are not logged.
+_USUAL = (
+    grpc.StatusCode.NOT_FOUND,
+    grpc.StatusCode.ALREADY_EXISTS,
+    grpc.StatusCode.INVALID_ARGUMENT,
+    grpc.StatusCode.FAILED_PRECONDITION,
+)
 
 # The pairs in control.proto's head. The first pair that fits counts, so subclasses come before smb.Error itself.
 CODES: tuple[tuple[type[Exception], grpc.StatusCode], ...] = (
@@ -42,6 +52,22 @@ Call: TypeAlias = Callable[[Any, "Context"], Awaitable[Any]]
 def code_of(error: errors.Error) -> grpc.StatusCode:
     """Return the gRPC code that stands for the error's class."""
     return next(code for kind, code in CODES if isinstance(error, kind))
+
+
+def _audit(info: CallInfo, code: grpc.StatusCode, why: str, context: Context) -> None:
+    """Write the audit line of a call that has ended."""
+    who, address = caller(), str(context.peer() or "")
+    role = "" if who == ANYBODY or who.role is None else who.role.value
+    result = "ok" if code is grpc.StatusCode.OK else code.name.lower()
+    shown = f'role {role}, certificate "{who.name}"' if role else "no certificate"
+    _audit_log.info(
+        '%s "%s": %s%s; by %s, client %s at %s',
+        info.action, info.target, result, f" ({why})" if why else "", shown, info.client or "unknown", address,
+        extra={
+            "action": info.action, "target": info.target, "result": result, "why": why, "role": role,
+            "certificate": who.name if role else "", "client": info.client, "address": address,
+        },
+    )  # fmt: skip
 
 
 class Answers(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
@@ -70,6 +96,7 @@ class Answers(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
 
     def _wrap(self, method: str, call: Call) -> Call:
         async def answer(request: Any, context: Context) -> Any:
+            info = begin(tuple(context.invocation_metadata() or ()))
             if not self._front.leads and method != ASKED_OF_ALL:
                 patience = dict(context.invocation_metadata() or ()).get(PATIENCE, "")
                 await self._front.wait_to_lead(request, patience)
@@ -96,14 +123,21 @@ class Answers(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
                 code, text = grpc.StatusCode.INTERNAL, f"{method} failed inside the coordinator; see its log"
             finally:
                 self._answered(method, code, time.perf_counter() - begun)
+                if info.action:
+                    _audit(info, code, text, context)
             # gRPC's context keeps the error that abort raises, whose traceback has this frame and so the context. This
             # cycle lives until the garbage collector runs, and must not keep a large request.
             del request
             trailers = [(ANSWERED, "1"), (OUTCOME, outcome)]
             if standby:
                 trailers.append((STANDBY, str(self._front.term)))
-            if busy:
+            elif busy:  # not logged: a flood would fill the log
                 trailers.append((BUSY, "1"))
+            elif info.action or code not in _USUAL:
+                # The log has a line with this id, so the client's error names it.
+                trailers.append((REQUEST, info.request))
+                if not info.action and code is not grpc.StatusCode.INTERNAL:
+                    (_access if code is grpc.StatusCode.PERMISSION_DENIED else _log).warning("refused: %s", text)
             await context.abort(code, text, trailing_metadata=tuple(trailers))
             raise AssertionError("abort returns to nobody")
 

@@ -17,6 +17,7 @@ from weakref import WeakValueDictionary
 
 import grpc.aio
 
+from smb.config.request_ids import audited
 from smb.coordinator import relay_access
 from smb.coordinator.beside_loop import BesideLoop
 from smb.coordinator.buffer_list import BufferList
@@ -96,6 +97,7 @@ _LAST_WORD_S = 0.5  # the time before a call's deadline that is left for an answ
 OPENS_WAITING_MAX = 32_768
 STAYS_SHOWN_MAX = 256
 KICKED_SHOWN_MAX = 256  # names in one answer
+FORGOTTEN_SHOWN_MAX = 16  # segments in one audit line
 
 _Opening: TypeAlias = pb.CreateBufferRequest | pb.OpenBufferRequest
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
@@ -407,6 +409,8 @@ class CoordinatorService(CoordinatorServicer):
         return reply
 
     async def ForgetSegments(self, request: pb.ForgetSegmentsRequest, context: Context) -> pb.ForgetSegmentsReply:
+        some = " ".join(f"{each:016x}" for each in request.segment_ids[:FORGOTTEN_SHOWN_MAX])
+        audited("forget", f"{request.name}: {some or 'all'}")
         _check_unlimited("ForgetSegments")
         if request.all == bool(request.segment_ids):
             raise InvalidArgumentError(f'forget on "{request.name}": name the segments, or ask for all of them')
@@ -416,6 +420,9 @@ class CoordinatorService(CoordinatorServicer):
         return pb.ForgetSegmentsReply(segment_count=len(freed), nbytes=sum(each.file_bytes for each in freed))
 
     async def DrainServer(self, request: pb.DrainServerRequest, context: Context) -> pb.DrainServerReply:
+        known = self._commit_log.state.servers.get(request.name)
+        if known is None or known.draining == request.undo:  # otherwise somebody asks how far the drain is
+            audited("undrain" if request.undo else "drain", request.name)
         _check_unlimited("DrainServer")
         await self._commit_log.commit(ServerDrained(request.name, request.undo))
         failpoint("coordinator.drain.stored")
@@ -446,6 +453,8 @@ class CoordinatorService(CoordinatorServicer):
 
     async def Rebalance(self, request: pb.RebalanceRequest, context: Context) -> pb.RebalanceReply:
         """See control.proto. Planned in a thread, since it takes long with very many buffers."""
+        if not request.dry_run:
+            audited("rebalance", "single copies, too" if request.single_copies else "two copies")
         _check_unlimited("Rebalance")
         state = self._commit_log.state
         pool = state.pool(self._commit_log.now())
@@ -484,6 +493,7 @@ class CoordinatorService(CoordinatorServicer):
         return pb.LockHolderReply(client_name=self._commit_log.state.client_name(request.session_id, ""))
 
     async def KickClients(self, request: pb.KickClientsRequest, context: Context) -> pb.KickClientsReply:
+        audited("kick", request.name)
         _check_unlimited("KickClients")
         who = caller()
         by = "an operator" if who == ANYBODY or who.role is None else who.name or who.role.value
@@ -498,6 +508,8 @@ class CoordinatorService(CoordinatorServicer):
 
     async def CreateBuffer(self, request: pb.CreateBufferRequest, context: Context) -> pb.Buffer:
         self._check_given_session(request)
+        if request.kind == pb.BUFFER:
+            audited("create", request.name)
         failpoint("coordinator.create.asked")
         # No local variable names the task: its error's traceback has this frame, and the cycle would keep the request.
         creation = await self._checked(request)
@@ -578,6 +590,7 @@ class CoordinatorService(CoordinatorServicer):
         return await self._buffer_list.page(state, lost, caller(), request.after)
 
     async def DeleteBuffer(self, request: pb.DeleteBufferRequest, context: Context) -> pb.DeleteBufferReply:
+        audited("delete", request.name)
         if caller().role is Role.SERVER:
             relay_access.check_delete(self._commit_log.state, caller().name, request.name)
         failpoint("coordinator.delete.asked")
@@ -588,6 +601,7 @@ class CoordinatorService(CoordinatorServicer):
         return pb.DeleteBufferReply()
 
     async def RenameBuffer(self, request: pb.RenameBufferRequest, context: Context) -> pb.RenameBufferReply:
+        audited("rename", f"{request.name} -> {request.new_name}")
         failpoint("coordinator.rename.asked")
         await self._until_known(Kind.BUFFER, request.name, request.id, context)
         event = BufferRenamed(

@@ -33,7 +33,7 @@ from smb.config.host_address import bindable
 from smb.config.parse import OWNER_VARIABLE, format_address, parse_address
 from smb.config.untrusted import parse_json, read_text
 from smb.daemon.arrivals import Arrivals
-from smb.errors import Error, InvalidArgumentError, UnavailableError
+from smb.errors import Error, UnavailableError
 
 if TYPE_CHECKING:
     from _typeshed.wsgi import StartResponse, WSGIApplication, WSGIEnvironment
@@ -72,28 +72,6 @@ def grpc_server_options(connections_max: int = GRPC_CONNECTIONS_MAX) -> tuple[tu
     descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     most = connections_max if descriptors == resource.RLIM_INFINITY else descriptors * 3 // 4
     return (*_GRPC_SERVER_OPTIONS, ("grpc.max_allowed_incoming_connections", min(most, connections_max)))
-
-
-class _OneLine(logging.Formatter):
-    """Keeps text of others in a message (a client's name) from looking like a log line of its own."""
-
-    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's name
-        text = super().formatMessage(record)
-        return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-
-
-def start_log(level: str) -> None:
-    """Send the log to stderr, one line per entry: time level name: message. Raises InvalidArgumentError for an unknown
-    level."""
-    number = logging.getLevelName(level.upper())
-    if not isinstance(number, int):
-        raise InvalidArgumentError(f'the log level must be debug, info, warning or error, not "{level}"')
-    out = logging.StreamHandler()
-    out.setFormatter(_OneLine("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    logging.basicConfig(level=number, handlers=[out], force=True)
-    # It logs a traceback for each client that goes away before its answer, which is normal. Our own bugs are logged
-    # where they happen.
-    logging.getLogger("grpc._cython.cygrpc").setLevel(logging.CRITICAL)
 
 
 def keep_secrets() -> None:

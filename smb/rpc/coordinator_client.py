@@ -8,6 +8,7 @@ is asked, until the call's timeout. A single coordinator is waited for while it 
 from __future__ import annotations
 
 import json
+import os
 import secrets
 import socket
 import ssl
@@ -20,6 +21,7 @@ import grpc
 from smb import errors
 from smb.config.backoff import Backoff
 from smb.config.parse import parse_address, parse_addresses
+from smb.config.request_ids import REQUEST, metadata_of, new_id
 from smb.rpc import control_pb2 as pb
 from smb.rpc.client_tokens import ClientTokens
 from smb.rpc.peers import LeaderMovedError, Peers
@@ -134,6 +136,7 @@ class Coordinator:
         self._addresses = parse_addresses(address)
         self._peers = Peers(self._addresses, credentials)
         self._session_id, self._session_secret = 0, b""
+        self._client_name = f"{socket.gethostname()}:{os.getpid()}"
         self._answered = False  # once True, a coordinator is known to be at the address, and is waited for
         self.tokens = ClientTokens(self._open_again)
 
@@ -147,6 +150,7 @@ class Coordinator:
 
     def open_session(self, client_name: str, timeout: float) -> tuple[int, float, pb.SharedSettings]:
         """Return (session id, lease in seconds, the cluster's defaults for clients)."""
+        self._client_name = client_name
         reply: pb.OpenSessionReply = self._call("OpenSession", pb.OpenSessionRequest(client_name=client_name), timeout)
         self._session_id, self._session_secret = reply.session_id, reply.session_secret
         if reply.token_lifetime_ms:
@@ -308,6 +312,8 @@ class Coordinator:
         backoff = Backoff(_AGAIN_FIRST_S, _AGAIN_MAX_S, lambda: begun + timeout - time.monotonic())
         busy_backoff = Backoff(_BUSY_FIRST_S, _BUSY_MAX_S, lambda: begun + timeout - time.monotonic())
         waits_ms = request.timeout_ms if isinstance(request, pb.OpenBufferRequest) else 0
+        request_id = new_id()  # the same for each attempt
+        about = metadata_of(request_id, self._client_name)
         while True:
             answered = busy = False  # whether the leader answered, and has too many calls in progress
             if waits_ms:  # the time to wait for the name, of which a part is over
@@ -317,7 +323,7 @@ class Coordinator:
             # Not grpc.channel_ready_future: the thread that watches for it may find the channel closed, and then
             # prints a traceback.
             try:
-                answer = self._peers.ask(peer, method, request, left_s, min(_PATIENCE_S, left_s / 2), term)
+                answer = self._peers.ask(peer, method, request, left_s, min(_PATIENCE_S, left_s / 2), term, about)
                 self._answered = True
                 return answer
             except LeaderMovedError:
@@ -326,7 +332,7 @@ class Coordinator:
             # gRPC's own tracebacks, chained, would be 30 more lines without more information.
             except grpc.RpcError as error:
                 trailers = trailers_of(error)
-                failure = self._error(error, timeout, isinstance(request, _CHANGES))
+                failure = self._error(error, timeout, isinstance(request, _CHANGES), request_id)
                 answered = ANSWERED in trailers and STANDBY not in trailers
                 busy = BUSY in trailers
                 if busy:
@@ -381,7 +387,7 @@ class Coordinator:
             f"name another: --coordinator HOST:PORT or SMB_COORDINATOR"
         )
 
-    def _error(self, error: Any, timeout: float, changes: bool) -> errors.Error:
+    def _error(self, error: Any, timeout: float, changes: bool, request_id: str) -> errors.Error:
         code, details = error.code(), error.details() or ""
         trailers = trailers_of(error)
         ours = ANSWERED in trailers
@@ -389,6 +395,8 @@ class Coordinator:
         failure = self._class_of(code, details, timeout, ours)
         if changes and code is not grpc.StatusCode.UNIMPLEMENTED:
             failure.outcome = _OUTCOMES.get(stated, failure.outcome)
+        if REQUEST in trailers or (changes and not ours and not was_not_sent(error)):
+            failure.args = (f"{failure} (request {trailers.get(REQUEST, request_id)})",)
         return failure
 
     def _class_of(self, code: grpc.StatusCode, details: str, timeout: float, ours: bool) -> errors.Error:

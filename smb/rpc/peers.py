@@ -13,6 +13,7 @@ from typing import Any
 
 import grpc
 
+from smb.config.request_ids import Metadata
 from smb.rpc import control_pb2 as pb
 from smb.rpc.control_pb2_grpc import CoordinatorStub
 from smb.rpc.uninterrupted_calls import aside
@@ -105,16 +106,20 @@ class Peers:
             self._at = (self._at + 1) % len(self)
         return self._at == 0
 
-    def ask(self, peer: Peer, method: str, request: Any, timeout: float, patience_s: float, term: str) -> Any:
-        """Return the answer to a call. A coordinator that stands by may keep the call for `patience_s`, if the leader
-        of that `term` is the last one that it knows. Raises grpc.RpcError, and LeaderMovedError if another coordinator
-        leads before the answer.
+    def ask(
+        self, peer: Peer, method: str, request: Any, timeout: float, patience_s: float, term: str, about: Metadata = ()
+    ) -> Any:
+        """Return the answer to a call, which has the metadata `about`. A coordinator that stands by may keep the call
+        for `patience_s`, if the leader of that `term` is the last one that it knows. Raises grpc.RpcError, and
+        LeaderMovedError if another coordinator leads before the answer.
         """
-        return aside(lambda: self._ask(peer, method, request, timeout, patience_s, term))
+        return aside(lambda: self._ask(peer, method, request, timeout, patience_s, term, about))
 
-    def _ask(self, peer: Peer, method: str, request: Any, timeout: float, patience_s: float, term: str) -> Any:
+    def _ask(
+        self, peer: Peer, method: str, request: Any, timeout: float, patience_s: float, term: str, about: Metadata
+    ) -> Any:
         call: Callable[..., Any] = getattr(peer.stub, method)
-        metadata = patience(patience_s, term)
+        metadata = (*patience(patience_s, term), *about)
         if len(self) == 1:
             return call(request, timeout=timeout, metadata=metadata)
         answer = call.future(request, timeout=timeout, metadata=metadata)  # type: ignore[attr-defined]

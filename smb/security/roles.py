@@ -297,23 +297,18 @@ class AioGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         async def ask(request: Any, context: Any) -> Any:
             call = _call_of(handler)
             auth_context = context.auth_context()
-            try:
-                who = self._callers.of(auth_context)
-                if self._only is not None and who.role not in self._only:
-                    roles = " and ".join(sorted(role.value for role in self._only))
-                    raise PermissionDeniedError(f"this port is for the roles {roles} alone, not for {who}")
-                permit(method, request, who)
-                _caller.set(who)
-            except PermissionDeniedError as error:
-                _log.warning("refused: %s", error)
-                raise
+            who = self._callers.of(auth_context)
+            if self._only is not None and who.role not in self._only:
+                roles = " and ".join(sorted(role.value for role in self._only))
+                raise PermissionDeniedError(f"this port is for the roles {roles} alone, not for {who}")
+            permit(method, request, who)
+            _caller.set(who)
             watch = _EndsWithCertificate(self._callers, auth_context)
             try:
                 return await call(request, context)
             except asyncio.CancelledError:
                 if watch.refusal is None:
                     raise
-                _log.warning("%s ended: %s", method.rpartition("/")[2], watch.refusal)
                 raise watch.refusal from None
             finally:
                 watch.end()

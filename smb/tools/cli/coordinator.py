@@ -41,6 +41,8 @@ def coordinator(
     insecure: Annotated[bool, option("cluster.insecure")] = False,
     metrics_token_file: Annotated[Path | None, option("cluster.metrics_token_file")] = None,
     log_level: Annotated[str, option("coordinator.log_level")] = SETTINGS["coordinator.log_level"].default,
+    log_format: Annotated[str, option("coordinator.log_format")] = SETTINGS["coordinator.log_format"].default,
+    audit_log: Annotated[Path | None, option("coordinator.audit_log")] = None,
 ) -> None:
     """Run the coordinator until SIGTERM or Ctrl-C.
 
@@ -53,11 +55,12 @@ def coordinator(
         return
     from smb.coordinator.options import CoordinatorOptions
     from smb.coordinator.process import run
-    from smb.daemon.process import clear_ready_file, start_log
+    from smb.daemon.log import start_log
+    from smb.daemon.process import clear_ready_file
 
     try:
         clear_ready_file(ready_file)
-        start_log(log_level)
+        start_log(log_level, log_format, audit_log)
         options = CoordinatorOptions(
             listen=listen,
             servers=servers,

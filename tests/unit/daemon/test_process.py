@@ -20,7 +20,8 @@ from prometheus_client import CollectorRegistry, Gauge
 from smb import errors
 from smb.config.parse import parse_address
 from smb.daemon import arrivals, process
-from smb.daemon.process import Pages, check_listen, start_log, write_ready_file
+from smb.daemon.log import start_log
+from smb.daemon.process import Pages, check_listen, write_ready_file
 from tests.support.daemons import wait_for
 
 
