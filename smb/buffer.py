@@ -15,7 +15,7 @@ from smb.arrays import memory as arrays
 from smb.arrays.dtypes import DTYPES, SPARSE_WIRE
 from smb.arrays.indexing import Indexed
 from smb.buffer_info import BufferInfo
-from smb.call.dispatcher import Dispatcher, signed
+from smb.call.dispatcher import Dispatcher, dispatcher_of, signed
 from smb.call.interrupts import accounted, accounted_later
 from smb.call.operands import check_beside, check_step, each_of
 from smb.call.optimizer_rules import hyper_of, rule_of
@@ -116,7 +116,7 @@ class Buffer(Indexed):
 
     def __init__(self, session: Session, info: BufferInfo) -> None:
         self._session = session
-        self._dispatcher = Dispatcher(session, info)
+        self._dispatcher = dispatcher_of(session, info)
         self._arguments = self._dispatcher.arguments
         self._target = self._dispatcher.target
         self._versions = Versions(self._dispatcher)

@@ -17,6 +17,7 @@ from smb.call.async_order import AsyncCalls, Turns
 from smb.call.lock_renewals import Renewals
 from smb.call.published_states import PublishedStates
 from smb.call.sync_requests import SESSION_ENDED
+from smb.config import tracing
 from smb.config.at_exit import AtExit, at_exit
 from smb.config.conditions import event
 from smb.config.limits import RENEWALS_PER_LEASE
@@ -61,6 +62,7 @@ class ClusterSession:
         make_rdma: MakesRdma,
         name: str | None = None,
     ) -> None:
+        tracing.start()
         self.timeout = timeout
         self.timeout_ms = max(1, round(timeout * 1000))  # the same in the engine's unit
         process = f"{socket.gethostname()}:{os.getpid()}"
@@ -69,7 +71,7 @@ class ClusterSession:
         self.transport = transport  # the user's choice
         self._closed = False
         self.switch = Switch()  # the switch of its buffers' direct calls; closing it stops them
-        self.switch.open = True
+        self.switch.open = not tracing.on()  # a call that Python does not see gets no span
         self._lock = threading.Lock()
         self._turns: weakref.WeakValueDictionary[int, Turns] = weakref.WeakValueDictionary()  # by buffer id
         self.coordinator = Coordinator(address, credentials)

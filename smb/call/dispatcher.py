@@ -26,6 +26,7 @@ from smb.call.recovery import UNREACHED, WITHOUT_IT, Action, Facts, Heard, decid
 from smb.call.session import Fence, Session
 from smb.call.sync_requests import LOST_WAIT_MS
 from smb.call.unfinished_calls import bring, do_rest
+from smb.config import tracing
 from smb.config.backoff import Backoff
 from smb.engine import (
     NOWHERE,
@@ -451,6 +452,28 @@ class Dispatcher:
             patience_ms = _REFUSED_WAIT_MS if failed.status in (Status.DENIED, Status.OUT_OF_MEMORY) else 0
             known = outcome_of_change(self, failed, call.request.nbytes, patience_ms)
         return UNKNOWN if call.touched and known == NOT_APPLIED else known  # NOT_APPLIED was about this attempt alone
+
+
+class TracedDispatcher(Dispatcher):
+    """Makes a span of each call, in a program that is traced."""
+
+    def call(self, request: Request, **how: Any) -> int:
+        """See Dispatcher.call."""
+        info = self.info
+        about = {
+            "smb.buffer": info.name,
+            "smb.operation": request.opcode.name.lower(),
+            "smb.bytes": request.nbytes,
+            "smb.servers": sorted({segment.server for segment in info.layout.segments}),
+            "smb.client": self.session.name,
+        }
+        with tracing.span(f"smb.buffer {about['smb.operation']}", about):
+            return super().call(request, **how)
+
+
+def dispatcher_of(session: Session, info: BufferInfo) -> Dispatcher:
+    """Return what makes the calls of a buffer."""
+    return TracedDispatcher(session, info) if tracing.on() else Dispatcher(session, info)
 
 
 def _go_on(calls: weakref.ref[Dispatcher], started: float, request_address: int, outcome_address: int) -> int:

@@ -16,6 +16,7 @@ from smb.transport.base import Deadline, Rdma, SegmentLocation, SegmentPath
 class Session(Protocol):
     """A client's session in one process, with its engine, its links to servers and its coordinator."""
 
+    name: str  # the client's, as others see it
     timeout: float  # limit of each call, in seconds
     timeout_ms: int  # the same limit in milliseconds
     switch: Switch  # open while calls may begin on the direct path, from a buffer straight to the engine

@@ -16,7 +16,9 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote, unquote
 
-REQUEST, CLIENT, TRACE = "smb-request", "smb-client", "traceparent"
+from smb.config.tracing import TRACE_METADATA
+
+REQUEST, CLIENT, TRACE = "smb-request", "smb-client", TRACE_METADATA
 _ID = re.compile(r"[0-9a-f]{16}")
 _TRACE = re.compile(r"00-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}")
 _NAME_MAX = 255

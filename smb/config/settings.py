@@ -185,6 +185,10 @@ _TABLE = (
         "debug, info, warning or error: what the library logs. Default: warning, and info of joins to trainings.",
         _one_of(LOG_LEVELS),
     ),
+    Setting(
+        "client", "trace", bool, False,
+        "Spans of OpenTelemetry for steps, calls on buffers and calls to the coordinator (the extra otel).", _switch,
+    ),
     Setting("client", "train_host", str, None, "The host a worker of HSGD belongs to. Default: the machine's name."),
     Setting(
         "coordinator", "listen", str, DEFAULT_COORDINATOR,

@@ -19,6 +19,7 @@ from typing import Any
 import grpc
 
 from smb import errors
+from smb.config import tracing
 from smb.config.backoff import Backoff
 from smb.config.parse import parse_address, parse_addresses
 from smb.config.request_ids import REQUEST, metadata_of, new_id
@@ -300,6 +301,14 @@ class Coordinator:
         return buffer
 
     def _call(self, method: str, request: Any, timeout: float) -> Any:
+        request_id = new_id()  # the same for each attempt
+        if not tracing.on():
+            return self._made(method, request, timeout, request_id)
+        about = {"rpc.method": method, "smb.request_id": request_id, "smb.coordinator": self.address}
+        with tracing.span(f"smb.coordinator {method}", about):
+            return self._made(method, request, timeout, request_id)
+
+    def _made(self, method: str, request: Any, timeout: float, request_id: str) -> Any:
         begun = time.monotonic()
         several = len(self._peers) > 1
         failure: errors.Error | None
@@ -312,8 +321,7 @@ class Coordinator:
         backoff = Backoff(_AGAIN_FIRST_S, _AGAIN_MAX_S, lambda: begun + timeout - time.monotonic())
         busy_backoff = Backoff(_BUSY_FIRST_S, _BUSY_MAX_S, lambda: begun + timeout - time.monotonic())
         waits_ms = request.timeout_ms if isinstance(request, pb.OpenBufferRequest) else 0
-        request_id = new_id()  # the same for each attempt
-        about = metadata_of(request_id, self._client_name)
+        about = metadata_of(request_id, self._client_name, tracing.parent())
         while True:
             answered = busy = False  # whether the leader answered, and has too many calls in progress
             if waits_ms:  # the time to wait for the name, of which a part is over

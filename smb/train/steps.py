@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from smb.config import tracing
 from smb.errors import Error, InvalidArgumentError, NotFoundError
 from smb.train import member_table as t
 from smb.train.group import Group, room
@@ -65,7 +66,7 @@ class Steps:
     def step(self, samples: int | None) -> None:
         """Take one step in the caller's thread: see Worker.step."""
         _check_samples(self._group.name, samples)
-        with there(self._group):
+        with there(self._group), self._span():
             if self.away:
                 self._rejoin()
                 return
@@ -73,6 +74,10 @@ class Steps:
             job = self._noted(samples)
             self._run(job)
             self._ended(job)
+
+    def _span(self) -> contextlib.AbstractContextManager[None]:
+        group = self._group
+        return tracing.span("smb.step", {"smb.training": group.name, "smb.scheme": group.scheme.NAME})
 
     def flush(self) -> None:
         """Finish the exchanges in the background, and wait for them."""
@@ -111,10 +116,11 @@ class Steps:
         job = self._noted(samples)
 
         def run() -> None:
-            self._run(job)
+            with self._span():
+                self._run(job)
             over()
 
-        job.thread = threading.Thread(target=run, name="smb-exchange", daemon=True)
+        job.thread = threading.Thread(target=tracing.carried(run), name="smb-exchange", daemon=True)
         job.thread.start()
         self._job = job
 

@@ -244,6 +244,7 @@ LEFT_OUT = {
     "train/test_states_on_the_page.py": _TRAINING,
     "train/test_streaming.py": _TRAINING,
     "train/test_torch_devices.py": _TRAINING,
+    "train/test_tracing.py": "spans around calls, over whatever",
     "train/test_trl.py": "is about calls of other programs, which no transport changes",
     "train/test_trl_training.py": "is about calls of other programs, which no transport changes",
     "train/test_two_copies.py": _TWO_COPIES,
