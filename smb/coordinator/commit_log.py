@@ -2,6 +2,10 @@
 
 An event is decided on the current state, then stored, and only then shown. So each reply survives a crash of the
 coordinator, and an event that could not be stored had no effect. All of it runs in the event loop of one thread.
+
+A change of etcd takes milliseconds, in which other events arrive. Those are decided one after the other, each on the
+state that the one before leaves, and stored together in the next change. If that change is refused, each of them is
+decided and stored alone.
 """
 
 from __future__ import annotations
@@ -10,7 +14,7 @@ import asyncio
 import json
 import logging
 import math
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -58,6 +62,9 @@ _SERVER_LEASE = "lease/server"  # the key of how long servers' leases run, if it
 # Events that need room for something new. On a full disk all other events go on, from the reserve that the store keeps
 # for them: these events free room, or keep existing data safe when servers are lost and come back.
 _CREATIONS = (BufferWanted, BufferMade)
+# What follows a failure of the store differs for each of these (`_put`).
+_STORED_ALONE = (Restarted, BufferFailed)
+_TOGETHER_BYTES = 1 << 20  # of the changes that are stored together: etcd takes 1.5 MB
 _SAID_AGAIN_S = 600.0  # between two log lines about the same failure of the store
 HELD_UP_S = 1.0  # without a sign that this process runs, or for one change of the store
 _LASTS_S = 5.0  # a failure that comes and goes is logged again only if it lasts this long
@@ -71,14 +78,32 @@ class Committed:
     effects: tuple[Effect, ...]
 
 
+class _Waiting:
+    """An event whose caller waits for its result. `before`, `committed`, `now`: once it is decided with others."""
+
+    def __init__(self, event: Event, result: asyncio.Future[Committed]) -> None:
+        self.event, self.result = event, result
+        self.before: State
+        self.committed: Committed
+        self.now: Instant
+
+    def end(self, committed: Committed) -> None:
+        if not self.result.done():  # else its caller was cancelled meanwhile
+            self.result.set_result(committed)
+
+    def fail(self, error: Exception) -> None:
+        if not self.result.done():
+            self.result.set_exception(error)
+
+
 class CommitLog:
     """State and store. `commit` is the only way to change either."""
 
     def __init__(self, store: Store, state: State, clock: Callable[[], Instant]) -> None:
         self._store = store
         self._clock = clock
-        self._turn = asyncio.Lock()
-        self._under_way: set[asyncio.Task[Committed]] = set()
+        self._waiting: deque[_Waiting] = deque()
+        self._committing: asyncio.Task[None] | None = None  # runs as long as events wait
         # By key. The futures are in the order of arrival.
         self._openers: defaultdict[str, dict[asyncio.Future[None], None]] = defaultdict(dict)
         self._stopping = False
@@ -136,32 +161,96 @@ class CommitLog:
         If the caller is cancelled before the event's turn, nothing has changed. If it is cancelled later, the event is
         still completed, because the state must follow what the store carries out.
         """
-        await self._turn.acquire()
-        # No local variable names the task: its error's traceback has this frame, which would make a cycle.
-        return await asyncio.shield(self._begun(event))
-
-    def _begun(self, event: Event) -> asyncio.Task[Committed]:
-        task = asyncio.create_task(self._commit(event))
-        self._under_way.add(task)  # a strong reference: the loop keeps only a weak one
-        task.add_done_callback(self._over)
-        return task
-
-    def _over(self, task: asyncio.Task[Committed]) -> None:
-        self._under_way.discard(task)
-        if not task.cancelled():
-            task.exception()  # marks the exception as retrieved, in case the caller was cancelled
-
-    async def _commit(self, event: Event) -> Committed:
+        waiting = _Waiting(event, asyncio.get_running_loop().create_future())
+        self._waiting.append(waiting)
+        if self._committing is None or self._committing.done():
+            self._committing = asyncio.create_task(self._commit_all())
         try:
+            return await waiting.result
+        finally:
+            del waiting  # its error's traceback has this frame, which would make a cycle that keeps a request
+
+    async def _commit_all(self) -> None:
+        """Commit the events that wait, until none does."""
+        while self._waiting:
+            first = self._waiting.popleft()
+            if first.result.done():  # its caller was cancelled before its turn
+                continue
             self.runs()
             self._note_hold_up()
-            before, now = self.state, self.now()
+            together = self._decided_together(first)
+            if len(together) < 2 or not await self._stored_together(together):
+                for each in together or [first]:
+                    await self._commit(each)
+
+    def _decided_together(self, first: _Waiting) -> list[_Waiting]:
+        """Take the events that can be stored together with the first one out of the queue, each decided on the state
+        that the one before leaves. Empty: the first one has to be stored alone.
+        """
+        most = self._store.changes_max
+        if most is None or not self._waiting or self._owed or self._store_error:
+            return []
+        together: list[_Waiting] = []
+        state, now, changes = self.state, self.now(), dict[str, str | None]()
+        each: _Waiting | None = first
+        while each is not None:
+            if isinstance(each.event, _STORED_ALONE) or isinstance(each.event, _CREATIONS) != isinstance(
+                first.event, _CREATIONS
+            ):
+                break
+            try:
+                after, effects = step(state, each.event, now)
+            except Exception as error:  # noqa: BLE001 - refused, or a bug of ours: its caller hears of both
+                each.fail(error)
+            else:
+                more = {**changes, **_changes(effects)}
+                if together and (len(more) > most or sum(len(text or "") for text in more.values()) > _TOGETHER_BYTES):
+                    break
+                each.before, each.committed, each.now = state, Committed(after, effects), now
+                together.append(each)
+                state, changes = after, more
+            if each is not first:
+                self._waiting.popleft()
+            while self._waiting and self._waiting[0].result.done():
+                self._waiting.popleft()
+            each = self._waiting[0] if self._waiting else None
+        return together
+
+    async def _stored_together(self, together: Sequence[_Waiting]) -> bool:
+        """Store and show these decided events. Returns False if the store has refused that, and changed nothing."""
+        changes: dict[str, str | None] = {}
+        for each in together:
+            changes |= _changes(each.committed.effects)
+        begun_s = self.now().monotonic
+        try:
+            if changes:
+                await self._store.change(changes, urgent=not isinstance(together[0].event, _CREATIONS))
+        except StoreError:
+            return False
+        except Exception as error:  # noqa: BLE001 - this coordinator does not lead any more, or a bug of ours
+            for each in together:
+                each.fail(error)
+            return True
+        finally:
+            self._held_up(self.now().monotonic - begun_s)  # renewals waited for their turn meanwhile
+        self.state = together[-1].committed.state
+        for each in together:
+            each.end(self._shown(each.event, each.before, each.committed, each.now))
+        return True
+
+    async def _commit(self, waiting: _Waiting) -> None:
+        """Decide, store and show one event."""
+        if waiting.result.done():
+            return
+        event, before, now = waiting.event, self.state, self.now()
+        try:
             state, effects = step(before, event, now)
             await self._put(event, effects)
-            self.state = state
-        finally:
-            self._turn.release()
-        return self._shown(event, before, Committed(state, effects), now)
+        except Exception as error:  # noqa: BLE001 - refused, not stored, or a bug of ours: its caller hears of it
+            waiting.fail(error)
+            return
+        self.state = state
+        waiting.end(self._shown(event, before, Committed(state, effects), now))
 
     def _note_hold_up(self) -> None:
         """Let leases run anew if this process was held up. This comes before any event that asks which leases run."""

@@ -28,6 +28,7 @@ from smb import errors
 from smb.coordinator import limits, service
 from smb.coordinator.commit_log import CommitLog
 from smb.coordinator.events import Instant, SessionClosed, SessionRenewed
+from smb.coordinator.mirrors import Mirrors
 from smb.coordinator.records import Holder as CertificateOf
 from smb.coordinator.records import SessionRecord
 from smb.coordinator.state import State, load
@@ -278,7 +279,7 @@ def test_the_fattest_requests_leave_the_coordinator_small(place: tuple[Daemons, 
 def test_opens_that_wait_have_a_bound(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """One that would wait beside too many of its certificate is refused; one that does not wait is answered."""
     monkeypatch.setattr(service, "OPENS_WAITING_MAX", 2)
-    nothing, no_context = [cast(Any, None)] * 8, cast(Any, None)
+    nothing, no_context = [*[cast(Any, None)] * 7, Mirrors()], cast(Any, None)
 
     async def work() -> None:
         seen = service.CoordinatorService(await CommitLog.open(SqliteStore(tmp_path), 1), *nothing)

@@ -129,6 +129,8 @@ class CoordinatorProcess:
         # One that stood still hears late that its change was stored, and another one may have changed the store since.
         alone = self.state is not None and sum(bool(each.state) for each in self.world.coordinators.values()) == 1
         owes = leading is None or bool(leading.commit_log._owed) or not alone
+        # Of events that were stored together, the last one shows what the store has.
+        owes = owes or (leading is not None and leading.commit_log.state is not committed.state)
         self.world.saw_commit(event, before, committed, owes)
 
     def _answered(self, method: str, code: grpc.StatusCode, seconds: float) -> None:

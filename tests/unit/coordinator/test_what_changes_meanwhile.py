@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -41,10 +41,10 @@ from smb.coordinator.records import Held, SegmentRecord, ServerRecord
 from smb.coordinator.role_changes import RoleChanges
 from smb.coordinator.segment_maker import SegmentMaker
 from smb.coordinator.session_end_notifier import SessionEndNotifier
-from smb.coordinator.store import SqliteStore
+from smb.coordinator.store import SqliteStore, StoreError
 from smb.coordinator.validate import Creation
 from smb.drop_reasons import Ground
-from smb.errors import AlreadyExistsError, UnavailableError
+from smb.errors import AlreadyExistsError, NotFoundError, UnavailableError
 from smb.rpc import control_pb2 as pb
 from smb.rpc.control_pb2_grpc import MemoryServerServicer, add_MemoryServerServicer_to_server
 from smb.rpc.metadata import pack
@@ -148,8 +148,10 @@ def test_a_caller_that_gives_up(has_begun: bool) -> None:
             await maker.create(Creation(name, (8,), "float32"), 1.0)
         etcd.done.clear()
         etcd.answers.clear()
-        calls = [asyncio.create_task(log.commit(BufferDeleted(name, missing_ok=False))) for name in "wv"]
+        calls = [asyncio.create_task(log.commit(BufferDeleted("w", missing_ok=False)))]
         await etcd.done.wait()
+        calls.append(asyncio.create_task(log.commit(BufferDeleted("v", missing_ok=False))))
+        await asyncio.sleep(0)
         calls[0 if has_begun else 1].cancel()
         await asyncio.sleep(0)
         etcd.answers.set()
@@ -393,5 +395,48 @@ def test_a_copy_is_not_given_up_for_one_of_a_dead_server(tmp_path: Path) -> None
             await log.commit(Ticked())
             assert log.state.buffers["w"] == made
             assert not log.state.alive("b", log.now())
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_events_that_arrive_during_a_change_are_stored_together(monkeypatch: pytest.MonkeyPatch, full: bool) -> None:
+    """In one change of etcd, each on the state that the one before leaves: the second of two deletions finds nothing.
+    If etcd refuses them together, each is stored alone, and only the one that is refused again fails.
+    """
+
+    async def work() -> None:
+        etcd = SlowEtcd()
+        log, _ = await opened(etcd)
+        await register(log, "a")
+        maker = SegmentMaker(log, cast(Any, Servers()))
+        for name in "wxyz":
+            await maker.create(Creation(name, (8,), "float32"), 1.0)
+        changes: list[int] = []
+        change = log._store.change
+
+        async def counted(changed: Mapping[str, str | None], *, urgent: bool = False) -> None:
+            keys = [key for key in changed if key.startswith("buffer/")]
+            changes.append(len(keys))
+            if full and (len(keys) > 1 or keys == ["buffer/y"]):
+                raise StoreError("etcd refused: no room")
+            await change(changed, urgent=urgent)
+
+        monkeypatch.setattr(log._store, "change", counted)
+        etcd.done.clear()
+        etcd.answers.clear()
+        first = asyncio.create_task(log.commit(BufferDeleted("w", missing_ok=False)))
+        await etcd.done.wait()
+        calls = [asyncio.create_task(log.commit(BufferDeleted(name, missing_ok=False))) for name in "xxyz"]
+        await asyncio.sleep(0)
+        etcd.answers.set()
+        await first
+        results = await asyncio.gather(*calls, return_exceptions=True)
+        assert isinstance(results[1], NotFoundError)
+        assert isinstance(results[2], StoreError) == full
+        assert set(log.state.buffers) == ({"y"} if full else set())
+        assert changes == ([1, 3, 1, 1, 1] if full else [1, 3])
+        found = {key for key in await read_records(cast(Any, etcd), PLACE) if "buffer" in key}
+        assert found == {f"buffer/{name}" for name in log.state.buffers}
 
     asyncio.run(work())
