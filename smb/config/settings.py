@@ -163,6 +163,12 @@ _TABLE = (
     Setting("cluster", "tls_cert", str, None, "Its own certificate, in place of cert.pem there.", metavar="FILE"),
     Setting("cluster", "tls_key", str, None, "Its own key, in place of key.pem there.", metavar="FILE"),
     Setting(
+        "cluster", "deny", str, None,
+        "Directory with deny.txt and crl.pem: certificates that are refused although they are good. Read again when "
+        "they change. Default: that of ca.pem.",
+        metavar="DIR",
+    ),
+    Setting(
         "cluster", "insecure", bool, False,
         "Listen to other machines without credentials: everybody who can connect may read, change and delete, and "
         "see the dashboard.",

@@ -37,10 +37,11 @@ from smb.security.verified_channels import Belief, BelievedAioChannel, BelievedC
 
 CREDENTIALS_VARIABLE = "SMB_CREDENTIALS"
 CA_VARIABLE, CERTIFICATE_VARIABLE, KEY_VARIABLE = "SMB_TLS_CA", "SMB_TLS_CERT", "SMB_TLS_KEY"
-INSECURE_VARIABLE = "SMB_INSECURE"
+INSECURE_VARIABLE, DENY_VARIABLE = "SMB_INSECURE", "SMB_DENY"
 METRICS_TOKEN_VARIABLE = "SMB_METRICS_TOKEN_FILE"  # noqa: S105 - the variable has a file's name, not a token
 VARIABLES = (
-    CREDENTIALS_VARIABLE, CA_VARIABLE, CERTIFICATE_VARIABLE, KEY_VARIABLE, INSECURE_VARIABLE, METRICS_TOKEN_VARIABLE,
+    CREDENTIALS_VARIABLE, CA_VARIABLE, CERTIFICATE_VARIABLE, KEY_VARIABLE, INSECURE_VARIABLE, DENY_VARIABLE,
+    METRICS_TOKEN_VARIABLE,
 )  # fmt: skip
 CA_FILE, CERTIFICATE_FILE, KEY_FILE = "ca.pem", "cert.pem", "key.pem"
 
@@ -86,6 +87,7 @@ class Credentials:
     stamp: Stamp = field(compare=False, repr=False)  # identifies the files' state when these bytes were read
     denied: bytes = field(default=b"", repr=False)  # as smb.security.denied.entries_of returns it
     revoked: bytes = field(default=b"", repr=False)  # revocation lists in PEM
+    deny: Path | None = None  # the directory of these two, if it is not that of ca_path
 
     def check(self) -> None:
         """Raise ssl.SSLError or OSError if the three do not belong together."""
@@ -128,7 +130,7 @@ class Current:
             if stamp == before.stamp or stamp is None:
                 return before
             try:
-                found = load(before.ca_path, before.certificate_path, before.key_path)
+                found = load(before.ca_path, before.certificate_path, before.key_path, before.deny)
             except InvalidArgumentError as error:
                 if stamp != self._complained:
                     _log.warning("the new credentials are not used: %s", error)
@@ -140,8 +142,9 @@ class Current:
             _log.info("credentials were read again from %s", before.certificate_path.parent)
             if (found.denied, found.revoked) != (before.denied, before.revoked):
                 _log.warning(
-                    "%s and %s beside %s: now %d denied names and serial numbers, and %d revocation lists",
-                    DENY_FILE, LISTS_FILE, found.ca_path, found.denied.count(b"\n"), found.revoked.count(_LIST_BEGIN),
+                    "%s and %s in %s: now %d denied names and serial numbers, and %d revocation lists",
+                    DENY_FILE, LISTS_FILE, found.deny or found.ca_path.parent, found.denied.count(b"\n"),
+                    found.revoked.count(_LIST_BEGIN),
                 )  # fmt: skip
             return self._credentials
 
@@ -153,12 +156,10 @@ def _stamp(of: os.stat_result) -> tuple[int, int, int]:
 def _stamp_of_files(credentials: Credentials) -> Stamp | None:
     """Return a value that changes with the files; None while one is missing."""
     found = []
-    for path in (
-        credentials.ca_path,
-        credentials.certificate_path,
-        credentials.key_path,
-        *_beside(credentials.ca_path),
-    ):
+    ca, deny = credentials.ca_path, credentials.deny
+    if deny is not None and not deny.is_dir():
+        return None
+    for path in (ca, credentials.certificate_path, credentials.key_path, *_of_denied(ca, deny)):
         try:
             found.append(_stamp(path.stat()))
         except FileNotFoundError:
@@ -170,19 +171,23 @@ def _stamp_of_files(credentials: Credentials) -> Stamp | None:
     return tuple(found)
 
 
-def _beside(ca: Path) -> tuple[Path, Path]:
-    return ca.with_name(DENY_FILE), ca.with_name(LISTS_FILE)
+def _of_denied(ca: Path, deny: Path | None) -> tuple[Path, Path]:
+    place = ca.parent if deny is None else deny
+    return place / DENY_FILE, place / LISTS_FILE
 
 
-def load(ca: Path, certificate: Path, key: Path) -> Credentials:
-    """Read the three files, and deny.txt and crl.pem beside `ca` if they are there. Raises InvalidArgumentError if one
-    of the three is missing, if users other than this one and root can change or replace a file, if everybody may read
-    the key, or if a file has something wrong in it.
+def load(ca: Path, certificate: Path, key: Path, deny: Path | None = None) -> Credentials:
+    """Read the three files, and deny.txt and crl.pem, if they are there, in the directory `deny`, or beside `ca`.
+
+    Raises InvalidArgumentError if one of the three or that directory is missing, if users other than this one and root
+    can change or replace a file, if everybody may read the key, or if a file has something wrong in it.
     """
+    if deny is not None and not deny.is_dir():
+        raise InvalidArgumentError(f"credentials: --deny {deny} is not a directory; make it, for deny.txt and crl.pem")
     parts: list[bytes] = []
     stamps: list[tuple[int, int, int]] = []
-    deny, lists = _beside(ca)
-    for path in (ca, certificate, key, deny, lists):
+    names, lists = _of_denied(ca, deny)
+    for path in (ca, certificate, key, names, lists):
         try:
             with os.fdopen(open_kept(path, "the key " if path is key else ""), "rb", buffering=0) as opened:
                 # Before the bytes are read, so that a file that is written meanwhile has another stamp.
@@ -192,18 +197,18 @@ def load(ca: Path, certificate: Path, key: Path) -> Credentials:
         except InvalidArgumentError as error:
             raise InvalidArgumentError(f"credentials: {error}") from None
         except OSError as error:
-            if path in (deny, lists) and isinstance(error, FileNotFoundError):
+            if path in (names, lists) and isinstance(error, FileNotFoundError):
                 parts.append(b"")
                 stamps.append(_ABSENT)
                 continue
             sets = sorted(found.parent.name for found in path.parent.glob("*/cert.pem"))
             hint = f"name one of its directories: {', '.join(sets)}" if sets else "`smb certs` makes a set for a lab"
             raise InvalidArgumentError(f"credentials: cannot read {path}: {error.strerror}; {hint}") from None
-        if path is not deny and (_LIST_BEGIN if path is lists else b"-----BEGIN") not in parts[-1]:
+        if path is not names and (_LIST_BEGIN if path is lists else b"-----BEGIN") not in parts[-1]:
             what = "a revocation list (CRL) in PEM form" if path is lists else "in PEM form"
             raise InvalidArgumentError(f"credentials: {path} is not {what}")
-    denied = entries_of(parts[3], f"credentials: {deny}")
-    credentials = Credentials(parts[0], parts[1], parts[2], ca, certificate, key, tuple(stamps), denied, parts[4])
+    denied = entries_of(parts[3], f"credentials: {names}")
+    credentials = Credentials(parts[0], parts[1], parts[2], ca, certificate, key, tuple(stamps), denied, parts[4], deny)
     try:
         credentials.check()
     except (ssl.SSLError, OSError) as error:
@@ -226,22 +231,26 @@ def _check_lists(credentials: Credentials, lists: Path) -> None:
         pass  # of the certificate or the key: the engine says so where they are used
 
 
-def load_directory(directory: Path | str) -> Credentials:
+def load_directory(directory: Path | str, deny: Path | None = None) -> Credentials:
     """Read `ca.pem`, `cert.pem` and `key.pem` of a directory. Raises as `load` does."""
     path = Path(directory)
-    return load(path / CA_FILE, path / CERTIFICATE_FILE, path / KEY_FILE)
+    return load(path / CA_FILE, path / CERTIFICATE_FILE, path / KEY_FILE, deny)
 
 
-def find(directory: Path | str | None = None, variables: Mapping[str, str] | None = None) -> Credentials | None:
+def find(
+    directory: Path | str | None = None, variables: Mapping[str, str] | None = None, deny: Path | None = None
+) -> Credentials | None:
     """Return the credentials that this process was given, or None. They are the directory in `directory`, or else in
     $SMB_CREDENTIALS; $SMB_TLS_CA, $SMB_TLS_CERT and $SMB_TLS_KEY may each replace one of its files, or stand alone.
-    Variables that are not set may be set by the configuration file.
+    Variables that are not set may be set by the configuration file. `deny`, or else $SMB_DENY: see `load`.
 
     Raises InvalidArgumentError for credentials that are incomplete or cannot be read.
     """
-    if directory is not None and str(directory):
-        return load_directory(directory)
     values = variables_of("cluster") if variables is None else variables
+    if deny is None and values.get(DENY_VARIABLE):
+        deny = Path(values[DENY_VARIABLE])
+    if directory is not None and str(directory):
+        return load_directory(directory, deny)
     base = values.get(CREDENTIALS_VARIABLE, "")
     paths: list[Path] = []
     missing: list[str] = []
@@ -258,7 +267,7 @@ def find(directory: Path | str | None = None, variables: Mapping[str, str] | Non
         raise InvalidArgumentError(
             f"credentials: {' and '.join(missing)} is not set; set it, or set {CREDENTIALS_VARIABLE}=DIR"
         )
-    return load(*paths)
+    return load(paths[0], paths[1], paths[2], deny)
 
 
 @functools.lru_cache(maxsize=16)

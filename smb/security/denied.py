@@ -1,4 +1,4 @@
-"""Who is refused although the certificate is good: `deny.txt` and `crl.pem` beside `ca.pem`.
+"""Who is refused although the certificate is good: `deny.txt` and `crl.pem`, beside `ca.pem` or in --deny DIR.
 
 `deny.txt` has one entry in a line, `name=NAME` (smb:name/NAME in the certificate, whatever its role) or `serial=HEX`,
 as `openssl x509 -noout -serial` prints it. Empty lines and lines that begin with # are skipped. `crl.pem` has

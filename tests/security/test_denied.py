@@ -20,7 +20,7 @@ import pytest
 import smb
 from smb.engine import ROLES
 from smb.errors import InvalidArgumentError
-from smb.security.credentials import Credentials, Current, load_directory, tls_of
+from smb.security.credentials import Credentials, Current, find, load_directory, tls_of
 from smb.security.denied import entries_of
 from smb.security.lab_ca import Authority, Holder, make_set
 from smb.security.roles import Role
@@ -165,6 +165,31 @@ def test_bad_files_are_named_and_not_used(tmp_path: Path, file: str, text: bytes
     assert current.now().denied == b""
     (place / file).symlink_to(tmp_path / "nowhere")
     assert load_directory(place).denied == b""
+
+
+def test_another_directory_may_have_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By an argument or a variable; it must be there, and if it goes away, who was denied stays denied."""
+    make_set(tmp_path, [Holder(Role.OPERATOR, "o")])
+    elsewhere = tmp_path / "elsewhere"
+    with pytest.raises(InvalidArgumentError, match=r"--deny .*elsewhere is not a directory"):
+        find(tmp_path / "o", deny=elsewhere)
+    elsewhere.mkdir()
+    (tmp_path / "o" / "deny.txt").write_text("name=beside\n")
+    found = find(tmp_path / "o", deny=elsewhere)
+    assert found is not None
+    assert found.denied == b""
+    current = Current(found)
+    (elsewhere / "deny.txt").write_text("name=a\n")
+    assert current.now().denied == b"name=a\n"
+    elsewhere.rename(tmp_path / "gone")
+    assert current.now().denied == b"name=a\n"
+    monkeypatch.setenv("SMB_DENY", str(tmp_path / "gone"))
+    for again in (
+        find(tmp_path / "o"),
+        find(None, {"SMB_CREDENTIALS": str(tmp_path / "o"), "SMB_DENY": str(tmp_path / "gone")}),
+    ):
+        assert again is not None
+        assert again.denied == b"name=a\n"
 
 
 def test_files_that_others_may_write_are_refused(tmp_path: Path) -> None:
