@@ -63,7 +63,7 @@ def admission(address: str, token_file: Path | None, *, insecure: bool, names: I
     """
     host = parse_address(address)[0]
     if token_file is not None:
-        return _with_token(read_token(token_file))
+        return _with_token(_TokenFile(token_file))
     if not insecure and not is_loopback(host):
         _log.warning(
             "pages at %s: only /healthz is served to other machines without --metrics-token-file or --insecure", address
@@ -72,9 +72,40 @@ def admission(address: str, token_file: Path | None, *, insecure: bool, names: I
     return _by_our_name({name.lower() for name in (host, socket.gethostname(), *names)})
 
 
-def _with_token(token: str) -> Admission:
+class _TokenFile:
+    """The token in a file, read again when the file changes: a token that others have heard of is replaced so. A file
+    that cannot be used changes nothing. For any thread.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Raises InvalidArgumentError as `read_token` does."""
+        self._path = path
+        self._stamp = self._look()
+        self._token = read_token(path)
+
+    def now(self) -> str:
+        stamp = self._look()
+        if stamp != self._stamp:
+            self._stamp = stamp  # first, so that a file that cannot be used is reported once
+            try:
+                self._token = read_token(self._path)
+            except InvalidArgumentError as error:
+                _log.warning("the former token stays good: %s", error)
+            else:
+                _log.info("the pages' token was read again from %s", self._path)
+        return self._token
+
+    def _look(self) -> tuple[int, int, int] | None:
+        try:
+            found = self._path.stat()
+        except OSError:
+            return None
+        return found.st_mtime_ns, found.st_size, found.st_ino
+
+
+def _with_token(file: _TokenFile) -> Admission:
     def admit(request: WSGIEnvironment) -> Answer | None:
-        if request.get("PATH_INFO") in _OPEN or hmac.compare_digest(_shown(request).encode(), token.encode()):
+        if request.get("PATH_INFO") in _OPEN or hmac.compare_digest(_shown(request).encode(), file.now().encode()):
             return None
         return Answer("401 Unauthorized", "text/plain", b"These pages take a token.\n", _ASKS)
 

@@ -102,6 +102,23 @@ def test_who_shows_the_token(pages: Callable[..., Ask], token_file: Path) -> Non
         assert ask("/healthz") == 200
 
 
+def test_a_replaced_token_counts_at_once(pages: Callable[..., Ask], token_file: Path) -> None:
+    """The former one is refused from then on; a file that cannot be used changes nothing."""
+    ask, another = pages("0.0.0.0:9470", token_file), "another-word-of-characters"
+
+    def who_may() -> list[str]:
+        return [token for token in (TOKEN, another) if ask("/metrics", Authorization=f"Bearer {token}") == 200]
+
+    assert who_may() == [TOKEN]
+    token_file.write_text("short\n")
+    assert who_may() == [TOKEN]
+    token_file.unlink()
+    assert who_may() == [TOKEN]
+    token_file.write_text(another + "\n")
+    token_file.chmod(0o600)
+    assert who_may() == [another]
+
+
 def test_a_bad_token_file_says_what_is_wrong(token_file: Path, tmp_path: Path) -> None:
     """One that is not there, is open to all, or is guessed too easily; the word itself is in no message."""
     assert read_token(token_file) == TOKEN
