@@ -140,7 +140,7 @@ class ControlService(MemoryServerServicer):
 
         def end() -> pb.EndSessionsReply:
             self._segments.end_sessions(request.session_ids)
-            _log.info("ended %d sessions", len(request.session_ids))
+            _log.debug("ended %d sessions", len(request.session_ids))
             return pb.EndSessionsReply()
 
         return _answer(context, end)

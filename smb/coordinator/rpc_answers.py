@@ -23,13 +23,8 @@ from smb.rpc.peers import PATIENCE
 from smb.security.roles import ANYBODY, caller
 
 _log, _access, _audit_log = logging.getLogger("coordinator"), logging.getLogger("access"), logging.getLogger(AUDIT)
-# Answers that are part of usual work, such as a look for a buffer that is not there yet. They are not logged.
-_USUAL = (
-    grpc.StatusCode.NOT_FOUND,
-    grpc.StatusCode.ALREADY_EXISTS,
-    grpc.StatusCode.INVALID_ARGUMENT,
-    grpc.StatusCode.FAILED_PRECONDITION,
-)
+# Others are part of usual work, as a look for a buffer that is not there yet, or come from very many clients at once.
+_LOGGED = (grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.INTERNAL)
 
 # The pairs in control.proto's head. The first pair that fits counts, so subclasses come before smb.Error itself.
 CODES: tuple[tuple[type[Exception], grpc.StatusCode], ...] = (
@@ -131,13 +126,13 @@ class Answers(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
             trailers = [(ANSWERED, "1"), (OUTCOME, outcome)]
             if standby:
                 trailers.append((STANDBY, str(self._front.term)))
-            elif busy:  # not logged: a flood would fill the log
+            elif busy:
                 trailers.append((BUSY, "1"))
-            elif info.action or code not in _USUAL:
+            elif info.action or code in _LOGGED:
                 # The log has a line with this id, so the client's error names it.
                 trailers.append((REQUEST, info.request))
-                if not info.action and code is not grpc.StatusCode.INTERNAL:
-                    (_access if code is grpc.StatusCode.PERMISSION_DENIED else _log).warning("refused: %s", text)
+                if code is grpc.StatusCode.PERMISSION_DENIED:
+                    _access.warning("refused: %s", text)
             await context.abort(code, text, trailing_metadata=tuple(trailers))
             raise AssertionError("abort returns to nobody")
 

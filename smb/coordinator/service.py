@@ -646,6 +646,8 @@ class CoordinatorService(CoordinatorServicer):
         """Wait for as long as the caller does, while only servers that were not heard yet can say whether that buffer
         was made. Raises UnavailableError.
         """
+        if self._commit_log.state.in_question(kind, name, known_id) is None:
+            return
         end = self._commit_log.now().monotonic + _left_s(context)
         while (record := self._commit_log.state.in_question(kind, name, known_id)) is not None:
             with self._waiting(kind, name):
