@@ -316,10 +316,13 @@ class SessionClosed:
 
 @dataclass(frozen=True, slots=True)
 class ClientsKicked:
-    """An operator ends all sessions of a client. `name`: see SessionRecord.is_called. `by`: the operator's name."""
+    """An operator ends sessions of a client, at most `ends_max` of them: the caller goes on until there are none.
+    `name`: see SessionRecord.is_called. `by`: the operator's name.
+    """
 
     name: str
     by: str
+    ends_max: int | None = None
 
 
 Event = (

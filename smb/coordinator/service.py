@@ -497,12 +497,23 @@ class CoordinatorService(CoordinatorServicer):
         _check_unlimited("KickClients")
         who = caller()
         by = "an operator" if who == ANYBODY or who.role is None else who.name or who.role.value
-        before = self._commit_log.state.sessions
-        committed = await self._commit_log.commit(ClientsKicked(request.name, by))
-        self._session_ends.tell(committed)
-        ended = [i for effect in committed.effects if isinstance(effect, TellEnded) for i in effect.session_ids]
-        names = sorted(before[number].client_name if number in before else "" for number in ended)
-        return pb.KickClientsReply(session_count=len(ended), clients=names[:KICKED_SHOWN_MAX])
+        most = self._commit_log.changes_max
+        ends_max = None if most is None else most // 2  # the end of each may make room by forgetting another one
+        names: list[str] = []
+        while True:
+            before = self._commit_log.state.sessions
+            try:
+                committed = await self._commit_log.commit(ClientsKicked(request.name, by, ends_max))
+            except NotFoundError:
+                if names:
+                    break
+                raise
+            self._session_ends.tell(committed)
+            ended = [i for effect in committed.effects if isinstance(effect, TellEnded) for i in effect.session_ids]
+            names += [before[number].client_name if number in before else "" for number in ended]
+            if ends_max is None or len(ended) < ends_max:
+                break
+        return pb.KickClientsReply(session_count=len(names), clients=sorted(names)[:KICKED_SHOWN_MAX])
 
     # Buffers
 

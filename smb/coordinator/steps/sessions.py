@@ -60,14 +60,14 @@ def session_closed(state: State, event: SessionClosed, _: Instant) -> Step:
 
 
 def clients_kicked(state: State, event: ClientsKicked, _: Instant) -> Step:
-    """End all sessions of a client. Raises NotFoundError if there is none."""
+    """End sessions of a client. Raises NotFoundError if there is none."""
     found = tuple(number for number, session in state.sessions.items() if session.is_called(event.name))
     if not found:
         raise NotFoundError(
             f'no client that is connected has the name "{event.name}", in its certificate or of its own; '
             f"`smb clients` lists all"
         )
-    return end_sessions(state, found, event.by)
+    return end_sessions(state, found[: event.ends_max], event.by)
 
 
 def _check_room_of_certificate(state: State, event: SessionRenewed) -> None:

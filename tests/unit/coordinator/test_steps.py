@@ -605,6 +605,18 @@ def test_a_kick_by_the_programs_own_name_ends_that_one() -> None:
         assert cluster.only(TellEnded).session_ids == ended
 
 
+def test_many_sessions_are_kicked_in_parts() -> None:
+    """No more at once than one change of the store may end."""
+    cluster = Cluster()
+    for number in range(1, 6):
+        cluster.do(SessionRenewed(number, f"h:{number} (alice)", Holder("k", "client", "alice")))
+    for ended in ((1, 2), (3, 4), (5,)):
+        cluster.do(ClientsKicked("alice", "ann", 2))
+        assert cluster.only(TellEnded).session_ids == ended
+    with pytest.raises(errors.NotFoundError):
+        cluster.do(ClientsKicked("alice", "ann", 2))
+
+
 def test_so_many_kicks_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     """As many as ended sessions."""
     monkeypatch.setattr(sessions, "ENDED_MAX", 2)
