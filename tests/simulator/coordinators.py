@@ -54,6 +54,10 @@ class _Context:
         """The caller's."""
         return self._metadata
 
+    def peer(self) -> str:
+        """The caller's address."""
+        return "simulated"
+
     def time_remaining(self) -> float | None:
         """Seconds."""
         return None if self._until is None else self._until - self._now()
