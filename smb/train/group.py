@@ -49,6 +49,7 @@ from smb.train.guards import Guards, Norm, RefusedContributionError, WorkerGuard
 from smb.train.members import Member
 from smb.train.parameters import Parameters
 from smb.train.scheme import Json, Scheme, Span, Values, scheme_of
+from smb.train.time_spent import TimeSpent
 
 METADATA = "smb.train"
 LEASE_S = 10.0
@@ -101,6 +102,7 @@ class Group:
         self.made = False  # whether this worker made the group
         self.samples_known = False  # whether step() got the number of samples; otherwise no samples are counted
         self.nested: Group | None = None  # a group under this one's name that the scheme has joined
+        self.time_spent = TimeSpent()
         self.unneeded: list[str] = []  # buffers to delete after this worker has left
         self._names: set[str] = set()  # names of the scheme's buffers that this worker opened or made
         self._guard = WorkerGuards(self.guards)
@@ -248,7 +250,8 @@ class Group:
         """
         self.go_on()
         try:
-            self._seen = self.tick.wait(self._seen + 1, timeout=self.patience if timeout is None else timeout)
+            with self.time_spent.waiting:
+                self._seen = self.tick.wait(self._seen + 1, timeout=self.patience if timeout is None else timeout)
         except DeadlineError:
             return False
         return True

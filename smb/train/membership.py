@@ -169,7 +169,8 @@ class Membership:
 
     def _report(self) -> pb.TrainingReport:
         """Return this worker's report for the coordinator. Makes no call. Any thread may call it."""
-        member = self._group.member
+        member, spent = self._group.member, self._group.time_spent
+        waiting_s = spent.waiting.seconds
         return pb.TrainingReport(
             name=self._group.name,
             slot=member.slot,
@@ -179,6 +180,11 @@ class Membership:
             staleness=member.get(t.STALENESS),
             refused=member.get(t.REFUSED),
             guard=self._group.guard_fired[:_GUARD_MAX],
+            member_ms=round(1000 * spent.seconds),
+            blocked_ms=round(1000 * spent.blocked.seconds),
+            exchanging_ms=round(1000 * max(0.0, spent.exchanging.seconds - waiting_s)),
+            waiting_ms=round(1000 * waiting_s),
+            waits=spent.waiting.runs,
         )
 
     def leave_at_exit(self) -> None:

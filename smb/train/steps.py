@@ -72,7 +72,8 @@ class Steps:
                 return
             self._start_over()
             job = self._noted(samples)
-            self._run(job)
+            with self._group.time_spent.blocked:
+                self._run(job)
             self._ended(job)
 
     def _span(self) -> contextlib.AbstractContextManager[None]:
@@ -154,7 +155,8 @@ class Steps:
     def wait(self) -> None:
         """Wait for a background step, and let `finish` say how it ended."""
         if self._job is not None and self._job.thread is not None:
-            self._job.thread.join()
+            with self._group.time_spent.blocked:
+                self._job.thread.join()
 
     def finish(self) -> bool:
         """Wait for a background step. Raises what `step` raises, and joins again in the same cases: then it returns
@@ -165,7 +167,8 @@ class Steps:
             return False
         assert job.thread is not None
         try:
-            job.thread.join()
+            with self._group.time_spent.blocked:
+                job.thread.join()
         except BaseException:  # Ctrl-C: the step is still running
             self._job = job
             raise
@@ -271,7 +274,8 @@ class Steps:
 
     def _run(self, job: _Job) -> None:
         try:
-            self.exchange.step(job.samples)
+            with self._group.time_spent.exchanging:
+                self.exchange.step(job.samples)
         except BaseException as error:  # noqa: BLE001 - raised by _ended
             job.error = error
         job.seconds = time.perf_counter() - job.started

@@ -112,6 +112,7 @@ LEFT_OUT = {
     "ops/test_plan.py": _ELSEWHERE,
     "ops/test_prometheus.py": _ELSEWHERE,
     "ops/test_watched_leader.py": _ELSEWHERE,
+    "train/test_time_spent.py": _TRAINING,
     "ops/test_tutorials.py": _ELSEWHERE,
     "ops/test_notebook.py": _ELSEWHERE,
     "ops/test_ray.py": "starts daemons where Ray says; over which transport is the daemons' own",

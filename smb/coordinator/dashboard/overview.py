@@ -41,6 +41,7 @@ CLIENTS_MAX = 500
 WAITS_MAX = 200
 TRAININGS_MAX = 200
 WORKERS_MAX = 64  # of one training
+WAITED_FOR_MAX = 3  # clients named for which a training waits
 STATES_MAX = 200
 READERS_MAX = 64  # of one published state
 TENSORS_MAX = 1000  # of one buffer
@@ -464,6 +465,9 @@ def _training(view: Moment, record: BufferRecord) -> Json:
     workers = [_worker(view, seen) for seen in view.seen.workers.get(record.name, ())]
     rates = [worker["samples_per_s"] for worker in workers if worker["samples_per_s"] is not None]
     fired = [worker["guard"] for worker in workers if worker["guard"]]
+    times = [worker["time"] for worker in workers if worker["time"]]
+    shares = {key: round(sum(each[key] for each in times) / len(times), 3) for key in times[0]} if times else None
+    waited_for = _waited_for(workers)
     return {
         "name": record.name,
         "state": _health(view, record),
@@ -478,7 +482,28 @@ def _training(view: Moment, record: BufferRecord) -> Json:
         "staleness": max((worker["staleness"] for worker in workers), default=0),
         "refused": sum(worker["refused"] for worker in workers),
         "guard": fired[-1] if fired else "",
+        "time": shares,
+        "waits_for": waited_for[:WAITED_FOR_MAX],
+        "why": _why(shares, waited_for),
     }
+
+
+def _waited_for(workers: Sequence[Json]) -> list[str]:
+    """Return the clients for which the others wait: the workers that are furthest behind and do not wait themselves."""
+    if not any(worker["waits"] for worker in workers):
+        return []
+    busy = [worker for worker in workers if not worker["waits"]]
+    last = min((worker["round"] for worker in busy), default=0)
+    return [worker["client"] for worker in busy if worker["round"] == last]
+
+
+def _why(shares: Json | None, waited_for: Sequence[str]) -> str:
+    """Return in words how the workers' time passes, and for whom they wait."""
+    if shares is None:
+        return ""
+    text = ", ".join(f"{key} {share:.0%}" for key, share in shares.items())
+    more = f" and {len(waited_for) - WAITED_FOR_MAX} more" if len(waited_for) > WAITED_FOR_MAX else ""
+    return f"{text}; waits for {', '.join(waited_for[:WAITED_FOR_MAX])}{more}" if waited_for else text
 
 
 def _stage(health: str, workers: Sequence[Json]) -> str:
@@ -499,6 +524,8 @@ def _worker(view: Moment, seen: WorkerSeen) -> Json:
         "staleness": report.staleness,
         "refused": report.refused,
         "guard": report.guard,
+        "time": asdict(seen.shares) if seen.shares else None,
+        "waits": report.waits,
         "silent_s": round(max(0.0, view.now.monotonic - seen.at), 1),
     }
 

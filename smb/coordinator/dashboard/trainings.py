@@ -10,25 +10,56 @@ import math
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from smb.coordinator.events import Instant
 from smb.rpc import control_pb2 as pb
 
 STEP_S = 2.0  # the interval of workers' reports
 SPAN_S = 300.0
+WINDOW_S = 30.0  # over which shares of time are shown; half of it at least, once so much has passed
 REPORTS_MAX = 16  # of one session
 TRAININGS_MAX = 256  # with a history
 
 
 @dataclass(frozen=True, slots=True)
+class TimeShares:
+    """How a worker's last seconds passed, in parts of 1. With exchanges beside the computation they are more than 1."""
+
+    computing: float
+    exchanging: float
+    waiting: float
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerSeen:
-    """One worker's last report. `samples_per_s` is the rate since its previous report; None: unknown."""
+    """One worker's last report. `samples_per_s` is the rate since its previous report; None: unknown. `marks`: the last
+    one or two reports that are WINDOW_S / 2 apart."""
 
     session_id: int
     report: pb.TrainingReport
     at: float  # monotonic
     samples_per_s: float | None = None
+    marks: tuple[WorkerSeen, ...] = ()
+
+    @property
+    def shares(self) -> TimeShares | None:
+        """The shares since the older mark; None if they are not known."""
+        if not self.marks:
+            return None
+        now, then = self.report, self.marks[0].report
+        passed = now.member_ms - then.member_ms
+        if passed <= 0:
+            return None
+
+        def share(after: int, before: int) -> float:
+            return min(1.0, max(0.0, (after - before) / passed))
+
+        return TimeShares(
+            1 - share(now.blocked_ms, then.blocked_ms),
+            share(now.exchanging_ms, then.exchanging_ms),
+            share(now.waiting_ms, then.waiting_ms),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,4 +184,7 @@ def _continued(known: WorkerSeen | None, fresh: WorkerSeen) -> WorkerSeen:
         return fresh
     samples = fresh.report.samples - known.report.samples
     per_s = samples / (fresh.at - known.at) if fresh.report.samples else None
-    return WorkerSeen(fresh.session_id, fresh.report, fresh.at, per_s)
+    marks = known.marks
+    if not marks or known.at - marks[-1].at >= WINDOW_S / 2:
+        marks = (*marks[-1:], replace(known, marks=()))
+    return replace(fresh, samples_per_s=per_s, marks=marks)

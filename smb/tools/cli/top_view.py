@@ -169,8 +169,8 @@ def _whole(text: str, style: str) -> Text:
 
 def _trainings(rows: Sequence[Json], _shown: Json) -> _Rows:
     numbers = ("ROUND", "WORKERS", "SAMPLES", "STALENESS", "REFUSED", "SIZE")
-    spare = ("REFUSED", "STALENESS", "SIZE", "SCHEME", "ROUND")
-    made = _Rows("TRAINING", "STATE", "SCHEME", *numbers, right=numbers, spare=spare)
+    spare = ("TIME", "REFUSED", "STALENESS", "SIZE", "SCHEME", "ROUND")
+    made = _Rows("TRAINING", "STATE", "SCHEME", *numbers, "TIME", right=numbers, spare=spare)
     for row in rows:
         ok, working = row["stage"] in ("trains", "idle"), row["workers"]
         made.add_row(
@@ -183,6 +183,7 @@ def _trainings(rows: Sequence[Json], _shown: Json) -> _Rows:
             str(row["staleness"]) if working else "-",
             str(row["refused"]) if working else "-",
             format_bytes(row["size"]),
+            printable(row.get("why") or "-"),
             style=None if ok else "red",
         )
     return made

@@ -124,6 +124,7 @@ class HostExchange(Exchange):
             group.client, name, start, BSP(), group.guards, group.lease, lambda host: host, replicas=copies, **placement
         )
         group.nested = self._host
+        self._host.time_spent = group.time_spent  # one worker's
         try:
             self._revive()
             self._inner = BSP().run(self._host, parameters)

@@ -234,7 +234,8 @@ class RoundRobin(Exchange):
                 if skipped < scheme.skips:
                     patience = min(patience, since + scheme.skip_after - now)
             try:
-                group.tick.wait(version + turn.away(self._me.slot, live), timeout=max(patience, 0.001))
+                with group.time_spent.waiting:
+                    group.tick.wait(version + turn.away(self._me.slot, live), timeout=max(patience, 0.001))
             except DeadlineError:
                 if time.monotonic() - since >= group.lease / 4 and group.reap([turn.slot]):
                     # If one worker died, others may have died too. Workers that wait for their turn count on one wake

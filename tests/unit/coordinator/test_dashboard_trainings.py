@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from smb.coordinator.dashboard.trainings import REPORTS_MAX, SPAN_S, STEP_S, TRAININGS_MAX, Trainings
+from smb.coordinator.dashboard.trainings import REPORTS_MAX, SPAN_S, STEP_S, TRAININGS_MAX, TimeShares, Trainings
 from smb.coordinator.events import Instant
 from smb.rpc import control_pb2 as pb
 
@@ -99,3 +99,29 @@ def test_rates_add_up_over_reports_and_ends() -> None:
     assert seen.rounds("run", at(16)).samples[-1] == 200.0
     seen.ended([2, 3])
     assert seen.workers() == {}
+
+
+def test_how_a_workers_time_passes() -> None:
+    """Shares of the last 15 to 30 s: of what was reported between, not since the beginning; what a worker reports
+    beyond the time that passed is cut; nothing is known of versions that do not report it."""
+    trainings = Trainings()
+
+    def after(seconds: float, member: int, blocked: int, exchanging: int, waiting: int) -> TimeShares | None:
+        told = report(member_ms=member, blocked_ms=blocked, exchanging_ms=exchanging, waiting_ms=waiting)
+        trainings.record_reports(1, [told], at(seconds))
+        (seen,) = trainings.workers()["run"]
+        return seen.shares
+
+    assert after(100.0, 1000, 0, 0, 0) is None  # the first
+    for number in range(1, 30):  # it computes all the while
+        assert after(100.0 + 2 * number, 1000 + 2000 * number, 0, 0, 0) == TimeShares(1.0, 0.0, 0.0)
+    for number in range(1, 17):  # then it waits and exchanges
+        shares = after(158.0 + 2 * number, 59_000 + 2000 * number, 1500 * number, 500 * number, 1000 * number)
+    assert shares == TimeShares(0.25, 0.25, 0.5)  # what was before is forgotten after 32 s
+    shares = after(192.0, 93_000, 10**9, 0, 10**9)
+    assert shares is not None
+    assert (shares.computing, shares.waiting) == (0.0, 1.0)
+    assert trainings.workers()["run"][0].marks[0].marks == ()  # a report does not keep all earlier ones
+    for seconds in (0.0, 2.0):
+        trainings.record_reports(2, [report("old", samples=5)], at(seconds))
+    assert trainings.workers()["old"][0].shares is None

@@ -29,6 +29,7 @@ const trainings = new Table($("trainings"), {
     { head: "Round", number: true, sort: (t) => t.round, cell: (t) => (t.round ? f.whole(t.round) : "–") },
     { head: "Workers", number: true, sort: (t) => t.workers, cell: (t) => f.count(t.workers) },
     { head: "Samples", number: true, sort: (t) => number(t.samples_per_s), cell: (t) => f.each(t.samples_per_s) },
+    { head: "Time", half: true, sort: (t) => t.time?.waiting ?? 0, cell: (t) => t.why || "–" },
     { head: "Staleness", number: true, sort: (t) => t.staleness, cell: (t) => (t.workers ? f.whole(t.staleness) : "–") },
     { head: "Refused", number: true, sort: (t) => t.refused, cell: (t) => (t.workers ? f.whole(t.refused) : "–") },
     { head: "Size", number: true, sort: (t) => t.size, cell: (t) => f.bytes(t.size) },

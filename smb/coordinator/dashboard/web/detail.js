@@ -181,6 +181,7 @@ function training(found) {
     ["round", found.round ? f.whole(found.round) : "–"],
     ["model", `${f.count(found.elements)} parameters, ${f.bytes(found.size)}`],
     ["samples", f.each(found.samples_per_s)],
+    ["its workers' time", found.why || "not known yet"],
     ["made", f.ago(found.created, now)],
   ]);
   if (!drawn.rounds) {
@@ -194,11 +195,11 @@ function training(found) {
   drawn.facts.replaceChildren(facts);
   drawn.rounds.update(found.history, [found.history.rounds]);
   drawn.samples.update(found.history, [found.history.samples]);
-  const workers = found.worker_list.map((w) => [String(w.slot), w.client, w.round ? f.whole(w.round) : "–", f.each(w.samples_per_s), w.samples === null ? "–" : f.count(w.samples), f.whole(w.staleness), f.whole(w.refused)]);
+  const workers = found.worker_list.map((w) => [String(w.slot), w.client, w.round ? f.whole(w.round) : "–", f.each(w.samples_per_s), ...["computing", "exchanging", "waiting"].map((part) => (w.time ? f.percent(w.time[part], 1) : "–")), w.samples === null ? "–" : f.count(w.samples), f.whole(w.staleness), f.whole(w.refused)]);
   const fired = found.guard ? [el("h3", {}, "The guard that fired last"), el("p", {}, found.guard)] : [];
   const buffers = found.buffers.map((b) => [opener("buffer", b.name), f.bytes(b.size), f.rate(b.rates.bytes), badge(b.state === "gone" ? "away" : b.state)]);
   drawn.rest.replaceChildren(
-    ...(workers.length ? table("Workers", ["Slot", "Client", "Round", "Samples/s", "Samples", "Staleness", "Refused"], workers, found.workers - workers.length) : [el("p", {}, "Nobody trains it now.")]),
+    ...(workers.length ? table("Workers", ["Slot", "Client", "Round", "Samples/s", "Computes", "Exchanges", "Waits", "Samples", "Staleness", "Refused"], workers, found.workers - workers.length) : [el("p", {}, "Nobody trains it now.")]),
     ...fired,
     ...waits(found.waits),
     ...table("Its buffers", ["Buffer", "Size", "Moved", "State"], buffers),
