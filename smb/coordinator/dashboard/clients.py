@@ -17,7 +17,7 @@ Json = dict[str, Any]
 
 
 class View(Protocol):
-    """What the rows need of a moment: see overview.Moment."""
+    """What the rows need of a moment: see moment.Moment."""
 
     @property
     def state(self) -> State: ...

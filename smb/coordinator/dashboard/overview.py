@@ -1,5 +1,5 @@
 """The state of the cluster for people, as JSON: the one view model of the page at / and of `smb top`. docs/run.md has
-the units, and the meaning of `form` and `left_out`; this module defines the other fields. Conclusions from the facts
+the units, and the meaning of `form` and `left_out`; this module and buffer_rows.py define the other fields. Conclusions from the facts
 are made here (a training's stage, a wait's title, the buffers of a training); the page and `smb top` only format and
 arrange them.
 
@@ -15,28 +15,33 @@ import logging
 import secrets
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
-from functools import cached_property, lru_cache
-from typing import Any
+from dataclasses import asdict
 
+from smb.coordinator.dashboard.buffer_rows import (
+    BUFFERS_MAX,
+    buffer_row,
+    copies_of,
+    first_buffers,
+    health_of,
+    held_row,
+    parts_of,
+    tensors_of,
+)
 from smb.coordinator.dashboard.clients import client_page, client_rows, session_key
-from smb.coordinator.dashboard.diagnosis import LATE_S, USUAL, Problem, owners_of, problems
-from smb.coordinator.dashboard.history import Amounts, EventWatch, History, LoadRates, Seen, ServerWatch
+from smb.coordinator.dashboard.diagnosis import USUAL, Problem, owners_of, problems
+from smb.coordinator.dashboard.history import Amounts, EventWatch, History, LoadRates, ServerWatch
+from smb.coordinator.dashboard.moment import Json, Moment, settings_of
 from smb.coordinator.dashboard.states import ClientReport
 from smb.coordinator.dashboard.trainings import Rounds, WorkerSeen
 from smb.coordinator.events import Instant
 from smb.coordinator.mirrors import Mirrors
-from smb.coordinator.published import published_as
 from smb.coordinator.records import BufferRecord, Kind, ServerRecord
 from smb.coordinator.state import State
 from smb.errors import NotFoundError
 from smb.rpc import control_pb2 as pb
-from smb.rpc import metadata
 
 FORM = 1  # version of the JSON; grows when a field is removed or changes its meaning
-BUFFERS_MAX = 500
 CLIENTS_MAX = 500
 WAITS_MAX = 200
 TRAININGS_MAX = 200
@@ -44,106 +49,10 @@ WORKERS_MAX = 64  # of one training
 WAITED_FOR_MAX = 3  # clients named for which a training waits
 STATES_MAX = 200
 READERS_MAX = 64  # of one published state
-TENSORS_MAX = 1000  # of one buffer
-TRAINING = "smb.train"  # the key of a training's settings in the metadata of its weights (smb/train/group.py)
-TENSORS = "smb.tensors"  # the key of named tensors (smb/tensors.py)
-PARTS_MAX = 32  # servers shown for one buffer in the list of all
 FRESH_S = 1.0
 SHARE = 10  # in a huge cluster, at most one tenth of the coordinator's time goes into this view
 
 Look = Callable[[], tuple[State, Instant]]
-Json = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Moment:
-    """The state and all observations at one moment."""
-
-    state: State
-    seen: Seen
-    now: Instant
-    salt: bytes = b""  # for the keys that replace session ids on the page
-
-    @cached_property
-    def alive(self) -> frozenset[str]:
-        """Servers whose lease runs."""
-        return frozenset(name for name in self.state.servers if self.state.alive(name, self.now))
-
-    @cached_property
-    def lost(self) -> frozenset[int]:
-        """Segments whose memory was lost."""
-        return self.state.lost_segments(self.now)
-
-    @cached_property
-    def trainings(self) -> dict[str, BufferRecord]:
-        """The weights of each training, by its name."""
-        listed = (record for record in self.state.listed() if record.metadata)
-        return {record.name: record for record in listed if _settings(record.id, record.metadata)}
-
-    @cached_property
-    def states(self) -> dict[str, BufferRecord]:
-        """The published states by name, without their mirrors."""
-        listed = (record for record in self.state.listed() if record.metadata and record.versions > 1)
-        return {
-            record.name: record
-            for record in listed
-            if not record.mirror_of and published_as(record.metadata) is not None
-        }
-
-    @cached_property
-    def busy(self) -> dict[tuple[str, int], LoadRates]:
-        """The load of each busy segment, by the server that reports it. The two copies of a segment have loads of their
-        own."""
-        watches = ((name, self.watch_of(self.state.servers[name])) for name in self.alive)
-        return {(name, number): busy for name, watch in watches if watch for number, busy in watch.segments.items()}
-
-    def load_of(self, record: BufferRecord) -> LoadRates:
-        """Return the load of a buffer: of the copies that its users reach."""
-        return _sum(self.busy.get((segment.server, segment.id)) for segment in record.segments)
-
-    @cached_property
-    def busy_sessions(self) -> dict[int, LoadRates]:
-        """The load that each busy session makes, summed over all servers."""
-        found: dict[int, LoadRates] = {}
-        for name, server in self.state.servers.items():
-            watch = self.watch_of(server) if name in self.alive else None
-            for number, busy in (watch.sessions if watch else {}).items():
-                found[number] = found.get(number, LoadRates()).plus(busy)
-        return found
-
-    @cached_property
-    def connections(self) -> dict[int, int]:
-        """The open connections of each session, summed over all servers."""
-        found: dict[int, int] = {}
-        for name, server in self.state.servers.items():
-            watch = self.watch_of(server) if name in self.alive else None
-            for each in watch.load.connected if watch else ():
-                found[each.session_id] = found.get(each.session_id, 0) + each.connections
-        return found
-
-    def training_of(self, name: str) -> str | None:
-        """Return the training to which a buffer belongs; None for other buffers."""
-        if name in self.trainings:
-            return name
-        parts = name.split("/")
-        folders = ("/".join(parts[:count]) for count in range(len(parts) - 1, 0, -1))
-        return next((folder for folder in folders if folder in self.trainings), None)
-
-    def server_state(self, name: str) -> str:
-        """Return alive, late, unheard, gone, left or unknown."""
-        server = self.state.servers.get(name)
-        if server is None:
-            return "unknown"
-        if not self.state.alive(name, self.now):
-            return "left" if name in self.seen.left else "gone"
-        if not self.state.heard(name, self.now):
-            return "unheard"
-        return "late" if self.now.wall - server.last_seen_at > LATE_S else "alive"
-
-    def watch_of(self, server: ServerRecord) -> ServerWatch | None:
-        """Return the last report of this run of the server; None if there is none."""
-        watch = self.seen.servers.get(server.name)
-        return watch if watch is not None and watch.instance_id == server.instance_id else None
 
 
 def overview(view: Moment, address: str) -> Json:
@@ -151,10 +60,10 @@ def overview(view: Moment, address: str) -> Json:
     servers = [_server(view, server) for _, server in sorted(state.servers.items())]
     buffers = state.listed()
     waits = _waits(view)
-    shown_buffers = _shown(view, buffers)
+    shown_buffers = first_buffers(view, buffers)
     clients = client_rows(view, waits)
     states = _first_states(view)
-    rows = [_buffer(view, record) for record in shown_buffers]
+    rows = [buffer_row(view, record) for record in shown_buffers]
     return {
         "form": FORM,
         "now": view.now.wall,
@@ -195,7 +104,7 @@ def server_detail(view: Moment, name: str, history: History) -> Json:
         raise NotFoundError(f'no memory server is named "{name}"')
     watch = view.watch_of(server)
     load = watch.load if watch else pb.ServerLoad()
-    on_it = [_held(view, record, name) for record in view.state.buffers.values() if record.ready]
+    on_it = [held_row(view, record, name) for record in view.state.buffers.values() if record.ready]
     on_it = [held for held in on_it if held["segments"]]
     return {
         **_server(view, server),
@@ -239,14 +148,14 @@ def buffer_detail(view: Moment, name: str) -> Json:
         for index, segment in enumerate(record.segments)
     ]
     return {
-        **_buffer(view, record),
+        **buffer_row(view, record),
         "now": view.now.wall,
-        "parts": _parts(view, record),
-        "copies": _copies(view, record),
+        "parts": parts_of(view, record),
+        "copies": copies_of(view, record),
         "chunk": record.chunk_bytes,
         "epoch": record.epoch,
         "segment_list": segments,
-        **_tensors(record),
+        **tensors_of(record),
         **_who(view, record),
         "waits": [wait for wait in _waits(view) if wait["kind"] == "buffer" and wait["name"] == name],
     }
@@ -262,9 +171,9 @@ def training_detail(view: Moment, name: str, past: Rounds) -> Json:
     return {
         **_training(view, record),
         "now": view.now.wall,
-        "settings": _settings(record.id, record.metadata).get("settings", {}),
+        "settings": settings_of(record.id, record.metadata).get("settings", {}),
         "worker_list": [_worker(view, seen) for seen in workers[:WORKERS_MAX]],
-        "buffers": [_buffer(view, other) for other in _shown(view, inside)],
+        "buffers": [buffer_row(view, other) for other in first_buffers(view, inside)],
         "waits": [wait for wait in _waits(view) if wait["training"] == name][:WAITS_MAX],
         "history": {
             "step_s": past.step_s,
@@ -400,59 +309,6 @@ def _rates(amounts: Amounts) -> Json:
     }
 
 
-def _shown(view: Moment, buffers: Sequence[BufferRecord]) -> list[BufferRecord]:
-    """Return the buffers by traffic, then by name. If they are too many: the unhealthy ones, then those with most
-    traffic, then the largest."""
-    traffic = {record.key: view.load_of(record).bytes for record in buffers}
-    if len(buffers) > BUFFERS_MAX:
-        buffers = sorted(
-            buffers, key=lambda record: (_health(view, record) == "ok", -traffic[record.key], -record.nbytes)
-        )[:BUFFERS_MAX]
-    return sorted(buffers, key=lambda record: (-traffic[record.key], record.name))
-
-
-def _buffer(view: Moment, record: BufferRecord) -> Json:
-    parts = _parts(view, record)
-    return {
-        "name": record.name,
-        "state": _health(view, record),
-        "shape": list(record.shape),
-        "dtype": record.dtype,
-        "size": record.nbytes,
-        "versions": record.versions,
-        "wire": record.wire,
-        "stripe": record.stripe_bytes,
-        "servers": len(parts),
-        "segments": len(record.segments),
-        "parts": parts[:PARTS_MAX],
-        "created": record.created_at,
-        "replicas": record.replicas,
-        "degraded": sum(not segment.backup for segment in record.segments) if record.replicas > 1 else 0,
-        "rates": _busy(view.load_of(record)),
-        "skew": _skew(parts),
-        "training": view.training_of(record.name),
-    }
-
-
-def _sum(amounts: Iterable[LoadRates | None]) -> LoadRates:
-    total = LoadRates()
-    for each in amounts:
-        total = total.plus(each) if each else total
-    return total
-
-
-def _busy(busy: LoadRates) -> Json:
-    return {"operations": round(busy.operations, 1), "bytes": round(busy.bytes)}
-
-
-@lru_cache(maxsize=4096)
-def _settings(_id: int, packed: bytes) -> Json:
-    """Return a training's settings as its first worker stored them; empty if the buffer has none."""
-    text = metadata.unpack(packed)
-    found = json.loads(text).get(TRAINING) if f'"{TRAINING}"' in text else None
-    return found if isinstance(found, dict) and isinstance(found.get("scheme"), str) else {}
-
-
 def _first_trainings(view: Moment) -> list[BufferRecord]:
     """Return the trainings by name. If they are too many, those with workers come first."""
     records = sorted(view.trainings.values(), key=lambda record: record.name)
@@ -470,9 +326,9 @@ def _training(view: Moment, record: BufferRecord) -> Json:
     waited_for = _waited_for(workers)
     return {
         "name": record.name,
-        "state": _health(view, record),
-        "stage": _stage(_health(view, record), workers),
-        "scheme": _settings(record.id, record.metadata).get("scheme", ""),
+        "state": health_of(view, record),
+        "stage": _stage(health_of(view, record), workers),
+        "scheme": settings_of(record.id, record.metadata).get("scheme", ""),
         "size": record.nbytes,
         "elements": record.nbytes // 4,
         "created": record.created_at,
@@ -545,7 +401,7 @@ def _state(view: Moment, record: BufferRecord) -> Json:
     behind = [generation - seen.report.generation for seen in readers]
     return {
         "name": record.name,
-        "state": _health(view, record),
+        "state": health_of(view, record),
         "generation": generation,
         "publishers": len(publishers),
         "publisher": _client_of(view, last) if last else "",
@@ -599,80 +455,6 @@ def _client_of(view: Moment, seen: ClientReport) -> str:
     return view.state.client_name(seen.session_id)
 
 
-def _tensors(record: BufferRecord) -> Json:
-    """Return the first named tensors of a buffer."""
-    text = metadata.unpack(record.metadata)
-    found = json.loads(text).get(TENSORS) if f'"{TENSORS}"' in text else None
-    table = found.items() if isinstance(found, dict) else ()
-    tensors = [
-        {"name": name, "dtype": str(entry.get("dtype", "")), "shape": _extents(entry.get("shape"))}
-        for name, entry in table
-        if isinstance(entry, dict)
-    ]
-    return {"tensors": tensors[:TENSORS_MAX], "tensors_left_out": max(0, len(tensors) - TENSORS_MAX)}
-
-
-def _extents(shape: Any) -> list[int]:
-    """Return a shape from metadata, whose contents are unchecked because any program may have stored them."""
-    return [extent for extent in shape if isinstance(extent, int)] if isinstance(shape, list) else []
-
-
-def _health(view: Moment, record: BufferRecord) -> str:
-    """Return ok, unheard or gone (of a server), or lost (a server came back without the memory)."""
-    if view.lost and any(segment.id in view.lost for segment in record.segments):
-        return "lost"
-    states = {view.server_state(segment.server) for segment in record.segments}
-    return "ok" if states <= {"alive", "late"} else "unheard" if states <= {"alive", "late", "unheard"} else "gone"
-
-
-def _parts(view: Moment, record: BufferRecord) -> list[Json]:
-    """Return the buffer's part on each server, and the bytes per second that its users move there, in the layout's
-    order."""
-    sizes: dict[str, int] = defaultdict(int)
-    rates: dict[str, float] = defaultdict(float)
-    for segment in record.segments:
-        sizes[segment.server] += segment.nbytes
-        rates[segment.server] += view.busy.get((segment.server, segment.id), LoadRates()).bytes
-    return [{"server": server, "size": size, "rate": round(rates[server])} for server, size in sizes.items()]
-
-
-def _copies(view: Moment, record: BufferRecord) -> list[Json]:
-    """Return where the second copies lie. `copying`: bytes of copies that are being made."""
-    sizes: dict[str, int] = defaultdict(int)
-    copying: dict[str, int] = defaultdict(int)
-    for segment in record.segments:
-        if segment.backup:
-            sizes[segment.backup] += segment.nbytes
-        if segment.copying_to:
-            copying[segment.copying_to] += segment.nbytes
-    return [
-        {
-            "server": server,
-            "size": sizes.get(server, 0),
-            "copying": copying.get(server, 0),
-            "state": view.server_state(server),
-        }
-        for server in sorted({*sizes, *copying})
-    ]
-
-
-def _skew(parts: Sequence[Json]) -> float | None:
-    """Return how uneven the servers of a buffer are used: the traffic of the busiest one, over the mean. 1: even. None
-    for one server, or without traffic."""
-    rates = [part["rate"] for part in parts]
-    return round(max(rates) * len(rates) / sum(rates), 2) if len(rates) > 1 and sum(rates) else None
-
-
-def _held(view: Moment, record: BufferRecord, server: str) -> Json:
-    """Return the server's part of a buffer, lock or barrier; 0 segments if it has none."""
-    sizes = [segment.nbytes for segment in record.segments if segment.server == server]
-    return {
-        "name": record.name,
-        "kind": record.kind.value,
-        "size": sum(sizes),
-        "segments": len(sizes),
-        "state": _health(view, record),
-    }
 
 
 def _waits(view: Moment) -> list[Json]:

@@ -9,16 +9,11 @@ from typing import Any
 import pytest
 
 from smb.coordinator.commit_log import Committed
+from smb.coordinator.dashboard.buffer_rows import BUFFERS_MAX
 from smb.coordinator.dashboard.diagnosis import Problem, problems
 from smb.coordinator.dashboard.history import SPAN_S, STEP_S, Amounts, Bins, EventWatch
-from smb.coordinator.dashboard.overview import (
-    BUFFERS_MAX,
-    Moment,
-    buffer_detail,
-    overview,
-    server_detail,
-    training_detail,
-)
+from smb.coordinator.dashboard.moment import Moment
+from smb.coordinator.dashboard.overview import buffer_detail, overview, server_detail, training_detail
 from smb.coordinator.dashboard.states import REPORTS_MAX
 from smb.coordinator.events import (
     BackupsLost,
