@@ -37,9 +37,8 @@ def cluster(place: Path) -> Iterator[smb.LocalCluster]:
 
 
 def run(cluster: smb.LocalCluster, place: Path, who: str, *arguments: str) -> Result:
-    return CliRunner().invoke(
-        app, ["--credentials", str(place / who), "clients", *arguments], env={"SMB_COORDINATOR": cluster.address}
-    )
+    variables = {"SMB_COORDINATOR": cluster.address, "SMB_CREDENTIALS": str(place / who)}
+    return CliRunner().invoke(app, ["clients", *arguments], env=variables)
 
 
 def test_clients_are_listed_with_what_they_have(cluster: smb.LocalCluster, place: Path) -> None:
