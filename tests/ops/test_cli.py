@@ -300,6 +300,8 @@ def test_check_has_an_exit_code_for_cron(kept_port: int) -> None:
     assert str(kept_port) in line
     code, lines = check("--json", of=f"127.0.0.1:{kept_port}")
     assert (code, json.loads("\n".join(lines))["state"]) == (3, "unknown")
+    lost = run_smb("--credentials", "/does/not/exist", "status", "--check", coordinator=f"127.0.0.1:{kept_port}")
+    assert (lost.returncode, lost.stdout[:9]) == (3, "UNKNOWN: ")
     assert run_smb("status", "--chekc", coordinator=cluster.address).returncode == 2
 
 

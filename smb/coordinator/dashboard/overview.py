@@ -1,7 +1,7 @@
 """The state of the cluster for people, as JSON: the one view model of the page at / and of `smb top`. docs/run.md has
-the units, and the meaning of `form` and `left_out`; this module and buffer_rows.py define the other fields. Conclusions from the facts
-are made here (a training's stage, a wait's title, the buffers of a training); the page and `smb top` only format and
-arrange them.
+the units, and the meaning of `form` and `left_out`; this module and buffer_rows.py define the other fields. Conclusions
+from the facts are made here (a training's stage, a wait's title, the buffers of a training); the page and `smb top`
+only format and arrange them.
 
 Pure except for `OverviewJson`, which keeps the last answer for a while, so that many viewers cost as much as one. Lists
 are bounded, and the number of entries left out is included. Ids of sessions are not shown, because whoever knows the id

@@ -25,7 +25,7 @@ LOOK_S = 5.0  # between two looks; Prometheus asks every 15 s
 # A coordinator that was killed stays listed for so long, so that an alert can fire. One that stops leaves at once.
 LISTED_S = 3600
 COORDINATORS_MAX = 64
-_PARTS_MAX = 64  # brackets and commas in the value of a key
+_PARTS_MAX = 1024  # brackets and commas in the value of a key
 _ASK_S = 5.0
 
 _log = logging.getLogger("coordinator")
@@ -95,7 +95,7 @@ class Roster:
         begin, end = coordinators_range(self._location)
         found = await self._etcd.range(pb.RangeRequest(key=begin, range_end=end, limit=COORDINATORS_MAX), _ASK_S)
         pages = {each.key[len(begin) :]: _address_in(each.value, "pages") for each in found.kvs}
-        self._known.coordinators = {address.decode(): each for address, each in pages.items() if each}
+        self._known.coordinators = {address.decode(errors="replace"): each for address, each in pages.items() if each}
         if self._leads():
             return
         records = await read_records(self._etcd, self._location, below=SERVER)

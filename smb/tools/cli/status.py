@@ -108,7 +108,7 @@ def _check(coordinator: str | None, as_json: bool) -> int:
                 if reply is None:
                     title = f"The coordinator at {address} does not answer"
                     problems.append({"severity": "warning", "title": title, "action": "Start it; another one leads."})
-    except Error as error:
+    except (Error, OSError) as error:  # also for credentials that cannot be read
         state, text = "unknown", str(error)
     else:
         keys = ("severity", "title", "action")
