@@ -38,6 +38,8 @@ static void set_role(struct segment_bundle *bundle, uint32_t epoch, int role, bo
                           memory_order_release);
     atomic_store_explicit(&bundle->yields, false, memory_order_release);
     bundle->hands_over_until_ns = 0;
+    /* The end of its connection says nothing about those of the new role. */
+    bundle->feeder = NULL;
     strcpy(bundle->peer, peer);
     atomic_store_explicit(&bundle->epoch, epoch, memory_order_release);
     atomic_store_explicit(&bundle->role, role, memory_order_release);

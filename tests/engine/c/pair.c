@@ -278,6 +278,7 @@ static void lose_one(struct turn *turn)
 
 static void switch_two(struct turn *turn)
 {
+    WAIT_UNTIL(status_of(turn->pair, turn->server).broken_ms == 0);
     turn->server = 1 - turn->server;
     switch_roles(turn->pair, turn->server, ++turn->epoch);
     tell_movers(turn, turn->epoch);

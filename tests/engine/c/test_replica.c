@@ -228,6 +228,21 @@ static void raw_count(struct raw *raw)
                                      .argument = 1});
 }
 
+/* A copy that was made becomes the primary, and feeds the server that it was copied from. */
+static void a_new_copy_takes_over(void)
+{
+    struct pair pair;
+    start(&pair);
+    lose(&pair, 1);
+    set_role(&pair, 0, 2, SMB_REPLICA_PRIMARY, false);
+    make_copy(&pair, 0, 3);
+    WAIT_UNTIL(status_of(&pair, 0).broken_ms == 0);
+    switch_roles(&pair, 1, 5);
+    WAIT_UNTIL(status_of(&pair, 1).broken_ms == 0);
+    WAIT_UNTIL(status_of(&pair, 0).broken_ms == 0);
+    stop(&pair);
+}
+
 /* A primary that hands over begins no change, and goes on if nothing comes of it. */
 static void changes_wait_while_roles_switch(void)
 {
@@ -1234,6 +1249,7 @@ int main(void)
         TEST(locks_and_versions),
         TEST(a_copy_is_made_under_load),
         TEST(copies_switch_their_roles),
+        TEST(a_new_copy_takes_over),
         TEST(changes_wait_while_roles_switch),
         TEST(a_primary_with_more_stays_apart),
         TEST(a_copy_has_the_records),
