@@ -22,11 +22,15 @@ class BatchUnits:
         self._client = client
         self._units: smb.train.WorkUnits | None = None
         self._name = ""
+        self._end: int | None = None  # the epoch before which the last call without epochs= ends
+        self.left = 0  # batches that were left at the last `open`, for all processes together
 
     def open(
         self, worker: smb.train.Worker, rows: int, size: int, epochs: int | None, seed: int
     ) -> smb.train.WorkUnits:
-        """Return the work units of the worker's training. Raises InvalidArgumentError as Shared.batches."""
+        """Return the work units of the worker's training, which end after `epochs`, or, with None, after the epoch that
+        follows the one of the last call. Raises InvalidArgumentError as Shared.batches.
+        """
         if worker.batch_size is not None:
             raise InvalidArgumentError(
                 "batches(): this training's scheme chooses the size of each batch; use smb.train.WorkUnits instead"
@@ -37,6 +41,9 @@ class BatchUnits:
         self._units = smb.train.WorkUnits(
             self._client, f"{worker.name}/units", rows, size, seed, epochs=epochs, worker=worker
         )
+        if epochs is None:
+            epochs = self._end = self._units.epoch() + 1 if self._end is None else self._end + 1
+        self.left = self._units.end_after(epochs)
         return self._units
 
     def close(self) -> None:
@@ -49,6 +56,25 @@ class BatchUnits:
             _log.debug("%s", error)
         except Error as error:
             _log.warning("training %r: could not hand back the unit in hand: %s", self._name, error)
+
+
+class Batches:
+    """One process's batches: an iterator. Its length is the number of batches that all processes together had left when
+    it was made, so a progress bar of one of several processes ends early.
+    """
+
+    def __init__(self, batches: Iterator[torch.Tensor], left: int) -> None:
+        self._batches = batches
+        self._left = left
+
+    def __iter__(self) -> Batches:
+        return self
+
+    def __next__(self) -> torch.Tensor:
+        return next(self._batches)
+
+    def __len__(self) -> int:
+        return self._left
 
 
 def shuffled_batches(
@@ -65,10 +91,10 @@ def shuffled_batches(
             order = torch.from_numpy(np.random.default_rng([seed, shuffled]).permutation(rows))
         taken += 1
         yield unit.count, order[unit.start : unit.start + unit.count]
-    if not taken:
+    if not taken and epochs is not None:
         _log.warning(
-            "training %r: all batches of all%s epochs are done; epochs= counts from the training's first run. Ask for "
+            "training %r: all batches of all %d epochs are done; epochs= counts from the training's first run. Ask for "
             "more epochs, or begin anew with join(..., fresh=True) or under another name",
             name,
-            "" if epochs is None else f" {epochs}",
+            epochs,
         )

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 import smb.train
 from smb.errors import Error, InvalidArgumentError
+from smb.torch.batches import Batches
 from smb.torch.mesh_rank import MeshRank
 from smb.torch.model_tensors import ModelCheck, Parts, Statistics, parts_of
 from smb.torch.rank_calls import RankCalls
@@ -235,6 +236,9 @@ class MeshShared(Shared):
             self._here.release()
             raise
 
+    def _scheme_waits(self) -> bool:
+        return False  # ranks are processes of their own
+
     def _parts(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Parts:
         return parts_of(model, optimizer, sharded=True)
 
@@ -283,8 +287,10 @@ class MeshShared(Shared):
     @property
     def progress(self) -> Progress:
         """How far the group is, as of its members' last exchanges. One small read; ranks other
-        than 0 make a few more.
+        than 0 make a few more. After close(), as of then.
         """
+        if self._last is not None:
+            return self._last
         return progress_of(groups.view(self._client, self._name).table.read())
 
     def _steps_so_far(self) -> int:
@@ -304,7 +310,7 @@ class MeshShared(Shared):
         epochs: int | None = None,
         seed: int = 0,
         dims: str | Sequence[str] | None = None,
-    ) -> Iterator[torch.Tensor]:
+    ) -> Batches:
         """As Shared.batches, with all ranks: a batch of `size` rows is the member's, and is divided over its ranks.
 
         `dims` names the dimensions of the mesh over which the batch is divided (None: all of them). Name the dimensions
@@ -318,7 +324,8 @@ class MeshShared(Shared):
         with self._calls.together():
             if self._ranks.speaks:
                 units = self._units.open(self.worker, rows, size, epochs, seed)
-        return (_part_of(batch, share, shares) for batch in self._batches(units, rows, seed, epochs))
+        left = self._ranks.tell(self._units.left if self._ranks.speaks else None)
+        return Batches((_part_of(batch, share, shares) for batch in self._batches(units, rows, seed, epochs)), left)
 
     def _share(self, dims: str | Sequence[str] | None) -> tuple[int, int]:
         """Return this rank's share of a batch, and the number of shares."""

@@ -28,6 +28,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -39,8 +40,9 @@ import torch
 import smb
 import smb.train
 from smb.errors import Error, InvalidArgumentError, NotFoundError
+from smb.spi import session_of
 from smb.torch.admission import TIED, ModelAdmission, table_of
-from smb.torch.batches import BatchUnits, shuffled_batches
+from smb.torch.batches import Batches, BatchUnits, shuffled_batches
 from smb.torch.mixed_statistics import STATE, MixedStatistics
 from smb.torch.model_parameters import ModelParameters, TensorEntry
 from smb.torch.model_tensors import ModelCheck, Parts, Statistics, parts_of, plain_name
@@ -82,9 +84,13 @@ class Shared:
         options: dict[str, Any],
     ) -> None:
         _check_free(model)
+        _check_alone(name, client)
         self.samples = samples
         self._name = name
         self._model = model
+        self._thread = 0  # the one that made the last step
+        self._waits = False  # whether its worker waits for the others
+        self._last: smb.train.Progress | None = None  # after close()
         parts = self._parts(model, optimizer)
         self._asked_overlap: str = options.pop("overlap", "none")
         self._trained = self._parameters(parts)
@@ -111,7 +117,11 @@ class Shared:
             self._join(admission, scheme, settings, options)
             on_failure.pop_all()
         self._open = True
+        self._waits = self._scheme_waits()
         _joined.add(self)
+
+    def _scheme_waits(self) -> bool:
+        return self.worker.scheme.WAITS
 
     def _parts(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Parts:
         return parts_of(model, optimizer)
@@ -143,7 +153,9 @@ class Shared:
 
     @property
     def progress(self) -> smb.train.Progress:
-        """The group's steps and samples so far. One small read."""
+        """The group's steps and samples so far; after close(), as of then. One small read."""
+        if self._last is not None:
+            return self._last
         self._check_open()
         return self.worker.progress
 
@@ -182,14 +194,17 @@ class Shared:
     def _steps_so_far(self) -> int:
         return self.progress.steps
 
-    def batches(self, rows: int, size: int, *, epochs: int | None = None, seed: int = 0) -> Iterator[torch.Tensor]:
+    def batches(self, rows: int, size: int, *, epochs: int | None = None, seed: int = 0) -> Batches:
         """Divide a data set over all processes that take part. Yields this process's batches: row numbers, int64 (n,).
 
         Rows 0 to `rows` - 1 are shuffled anew for each epoch (by `seed`, the same for all) and cut into batches of
         `size`. Each batch goes to one process, and counts when the next one is asked for. Batches that a process had
         when it left or died go to another process. The iteration ends when all processes together have done all
-        `epochs` (None: never). `epochs` counts over the life of the training: if a script asked for 10, its second run
-        finds no batches left, and has to ask for 20 or begin anew (fresh=True).
+        `epochs`. `epochs` counts over the life of the training: if a script asked for 10, its second run finds no
+        batches left, and has to ask for 20 or begin anew (fresh=True). Without `epochs` it is one epoch: the one that
+        the training is in at the first call, and the next one at each further call.
+
+        len() is the number of batches that all processes together have left.
 
         Index tensors with a batch, or pass the iterator to a torch.utils.data.DataLoader as batch_sampler; with
         num_workers, batches that were fetched ahead count, too. Sets `samples` to the number of rows in each batch.
@@ -207,7 +222,8 @@ class Shared:
         ```
         """
         self._check_open()
-        return self._batches(self._units.open(self.worker, rows, size, epochs, seed), rows, seed, epochs)
+        units = self._units.open(self.worker, rows, size, epochs, seed)
+        return Batches(self._batches(units, rows, seed, epochs), self._units.left)
 
     def _batches(
         self, units: smb.train.WorkUnits | None, rows: int, seed: int, epochs: int | None
@@ -288,11 +304,15 @@ class Shared:
         """
         if not self._open:
             return
+        last: smb.train.Progress | None = None
         try:
             if self._finish(load=load) and self._mixed.buffer is not None:
                 self._statistics.spread()
+            with contextlib.suppress(Error):
+                last = self.progress
         finally:
             self._leave()
+        self._last = last
 
     def _finish(self, *, load: bool) -> bool:
         """Finish exchanges, and load the parameters, and the running statistics into their vector. Returns False if
@@ -354,6 +374,7 @@ class Shared:
     def _stepped(self) -> None:
         if not self._open:  # the join is not done, or has failed
             return
+        self._thread = threading.get_ident()
         if self._overlap is None:
             self.worker.step(self.samples)
         elif self._overlap.inside:
@@ -426,6 +447,23 @@ def _check_free(model: torch.nn.Module) -> None:
             raise InvalidArgumentError(
                 f"smb.torch.join: this model is already joined to {shared._name!r}; close() the result of that join "
                 f"first"
+            )
+
+
+def _check_alone(name: str, client: smb.Client) -> None:
+    """Raise InvalidArgumentError if this thread would wait for itself: for another worker of the same training, in a
+    scheme whose workers wait for each other.
+    """
+    for shared in _joined:
+        if not (shared._open and shared._waits and shared._name == name and shared._thread == threading.get_ident()):
+            continue
+        with contextlib.suppress(NotFoundError):  # that training was deleted
+            if session_of(shared._client).closed or client.open(name).info.id != shared.worker.weights.info.id:
+                continue
+            raise InvalidArgumentError(
+                f"smb.torch.join: this thread trains {name!r} already, and each of the two workers would "
+                f"wait for the other; call close() of the first join's result before (in a notebook use it in a with "
+                f"block)"
             )
 
 

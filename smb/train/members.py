@@ -16,6 +16,7 @@ import logging
 import os
 import socket
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("smb")
 _GOING_ON = "going on without it"
+# Members of this process.
+_here: weakref.WeakSet[Member] = weakref.WeakSet()
 
 
 class MembershipLostError(Error):
@@ -63,6 +66,11 @@ class Member:
         self.reported_samples = 0  # number of samples that the table has
         self._table = table
         self._lock = lock
+
+    @property
+    def training_id(self) -> int:
+        """The id of the training's table."""
+        return self._table.buffer.info.id
 
     def set(self, column: int, value: int) -> None:
         """Set one statistic, given by its column in the table; `report` writes it."""
@@ -320,8 +328,18 @@ def _rank_is_dead(client: Client, group: str, table: t.Table, slot: int, incarna
 
 def _who(table: t.Table, slot: int) -> str:
     """Return a worker's HOST:PID."""
-    row = table.read()[1 + slot]
+    return name_of(table.read()[1 + slot])
+
+
+def name_of(row: NDArray[np.int64]) -> str:
+    """Return a member's HOST:PID."""
     return f"{host_of(row)}:{abs(int(row[t.PID]))}"
+
+
+def is_here(table: t.Table, row: NDArray[np.int64]) -> bool:
+    """Return True if the member is of this process. Makes no call."""
+    key = (table.buffer.info.id, int(row[t.INCARNATION]))
+    return any((member.training_id, member.incarnation) == key for member in list(_here))
 
 
 def host_of(row: NDArray[np.int64]) -> str:
@@ -358,4 +376,7 @@ def _seated(table: t.Table, slot: int, holder: int, lock: Lock, first_clock: Cal
     member.report()
     table.write(row, t.HOST, _host())
     table.write(row, t.EXTRA, np.zeros(t.EXTRA_END - t.EXTRA, np.int64))
-    return member if table.swap(row, t.INCARNATION, 0, incarnation) == 0 else None
+    if table.swap(row, t.INCARNATION, 0, incarnation) != 0:
+        return None
+    _here.add(member)
+    return member

@@ -130,6 +130,7 @@ class Scheme(ABC):
 
     NAME: ClassVar[str]
     TRAITS: ClassVar[Traits] = Traits(way=FUSED)
+    WAITS: ClassVar[bool] = False  # whether each worker waits for the others' contributions
 
     def __init_subclass__(cls) -> None:
         """Register the scheme under its name."""

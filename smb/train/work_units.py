@@ -144,6 +144,24 @@ class WorkUnits:
         while (unit := self.take()) is not None:
             yield unit
 
+    def epoch(self) -> int:
+        """Return the epoch of the next unit that any worker gets. One small read.
+
+        ```python
+        with smb.train.WorkUnits(client, "run/units", total=1000, unit=100) as units:
+            units.epoch()  # 0
+        ```
+        """
+        return int(self._words.read(0, 1)[0]) // self._units
+
+    def end_after(self, epochs: int) -> int:
+        """End the iteration after so many epochs, counted from the first one of the name, as `epochs` does. Return how
+        many units all workers together have left until then. One read of 8 bytes for each unit.
+        """
+        self._end = epochs
+        done = self._words.read(1) >> _HALF
+        return int(np.maximum(0, epochs - done).sum())
+
     def take(self, at_end: Callable[[], object] | None = None) -> Unit | None:
         """Return the next unit, and mark the previous one as done. Returns None when all units are done, after waiting
         for the last units of other workers.

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import threading
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -167,6 +168,70 @@ def test_batches_divide_the_rows(connect: Connect) -> None:
             later.batches(100, 8, epochs=4, seed=1)
     with pytest.raises(smb.InvalidArgumentError, match="left"):
         later.batches(100, 8)
+
+
+def test_each_call_is_one_epoch(connect: Connect) -> None:
+    """Without epochs= a loop over epochs is written as for a DataLoader; a late joiner begins where others are."""
+    model = network()
+    with smb.torch.join(model, sgd(model), "run", scheme=Adding(), client=connect()) as shared:
+        for _ in range(2):
+            batches = shared.batches(100, 8)
+            assert len(batches) == 13
+            assert sorted(torch.cat(list(batches)).tolist()) == list(range(100))
+        third = shared.batches(100, 8)
+        rows = next(third).tolist()
+        assert len(rows) == 8
+        other = network()
+        with smb.torch.join(other, sgd(other), "run", client=connect()) as later:
+            rest = later.batches(100, 8)
+            assert 12 <= len(rest) <= 13  # what is left for both; a batch in hand may count
+            assert len(next(rest)) == 8  # handed back when it leaves
+        for batch in third:
+            rows += batch.tolist()
+        assert sorted(rows) == list(range(100))
+        assert len(shared.batches(100, 8, epochs=9)) > 13
+
+
+def test_what_is_there_after_close(connect: Connect) -> None:
+    """Progress is as of then."""
+    model = network()
+    optimizer = sgd(model)
+    shared = smb.torch.join(model, optimizer, "run", scheme=Adding(), client=connect(), samples=4)
+    step(model, optimizer, 1)
+    shared.close()
+    assert (shared.progress.steps, shared.progress.samples) == (1, 4)
+
+
+def test_a_second_worker_of_one_thread_is_refused_where_it_would_wait_for_the_first(connect: Connect) -> None:
+    """As in a notebook's cell that is run again. Another thread, another training, or a closed first one are taken."""
+    model, again = network(), network()
+    client = connect()
+    optimizer = sgd(model)
+    shared = smb.torch.join(model, optimizer, "run", scheme="localsgd", every=2, client=client)
+    step(model, optimizer)
+    with pytest.raises(smb.InvalidArgumentError, match=r"this thread trains 'run' already.*close\(\)"):
+        smb.torch.join(again, sgd(again), "run", client=client)
+    smb.torch.join(again, sgd(again), "other", scheme="localsgd", every=2, client=client).close()
+    assert len(smb.train.status(client, "run").workers) == 1
+    shared.close()
+    smb.torch.join(again, sgd(again), "run", client=client).close()
+
+
+def test_who_waits_longer_than_a_lease_says_for_whom(connect: Connect, caplog: pytest.LogCaptureFixture) -> None:
+    """Once for each round, and that the other worker is in the same process."""
+    values = [np.zeros(4, np.float32) for _ in range(2)]
+    first, second = (smb.train.join(connect(), "run", each, smb.train.LocalSGD(every=1), lease=1.0) for each in values)
+    waiting = threading.Thread(target=first.step, args=(1,))
+    with caplog.at_level("WARNING", "smb.train"):
+        waiting.start()
+        wait_for(lambda: "has waited for" in caplog.text, "warning")
+    second.step(1)
+    waiting.join(60)
+    assert not waiting.is_alive()
+    (said,) = [record.getMessage() for record in caplog.records if "has waited for" in record.getMessage()]
+    assert f":{os.getpid()}, alive and without a contribution to round 0; this process has joined twice" in said
+    first.close()
+    second.close()
 
 
 def test_batches_are_not_for_schemes_that_choose_their_size(connect: Connect) -> None:

@@ -455,8 +455,6 @@ def _client_of(view: Moment, seen: ClientReport) -> str:
     return view.state.client_name(seen.session_id)
 
 
-
-
 def _waits(view: Moment) -> list[Json]:
     """Return the locks and waits, those with most waiters first; those of trainings come last."""
     owners = owners_of(view.state, view.seen)

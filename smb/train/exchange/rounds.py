@@ -349,6 +349,7 @@ class RoundExchange(Exchange):
                     group.member.check()
                     if not ready:
                         completion.reap(rows, contribution.target)
+                        completion.tell(rows, contribution.target)
                 rows = None
                 continue
             if counted or contribution.tokens == 0.0 or not contribution.retarget(rows):
