@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 
 from perf.netlab import LabError
-from perf.scaling import clients, coordinator, servers, size
+from perf.scaling import clients, coordinator, load, servers, size
 from perf.scaling.report import Answer, save
 
 EXPERIMENTS: dict[str, Callable[[bool], Answer]] = {
@@ -21,6 +21,7 @@ EXPERIMENTS: dict[str, Callable[[bool], Answer]] = {
     "costs": clients.what_each_costs,
     "coordinator": coordinator.how_many_sessions,
     "size": size.how_large,
+    "load": load.how_loaded,
 }
 
 

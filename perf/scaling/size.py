@@ -73,8 +73,8 @@ def how_large(quick: bool) -> Answer:
 
 
 def _run(kind: str, servers: int, clients: int, steady_s: float) -> dict[str, Any]:
-    with _Coordinators(kind) as coordinators, contextlib.ExitStack() as stack:
-        workers = [_worker(stack) for _ in range(PROCESSES)]
+    with Coordinators(kind) as coordinators, contextlib.ExitStack() as stack:
+        workers = [worker_in(stack) for _ in range(PROCESSES)]
         addresses = coordinators.addresses
         begun = time.monotonic()
         for index, worker in enumerate(workers):
@@ -155,7 +155,8 @@ def _until(moment: float) -> None:
     time.sleep(max(0.0, moment - time.monotonic()))
 
 
-def _worker(stack: contextlib.ExitStack) -> Process:
+def worker_in(stack: contextlib.ExitStack) -> Process:
+    """Start a process of members, which ends with `stack`."""
     command = [sys.executable, "-m", "perf.scaling.size_worker"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(
@@ -170,16 +171,18 @@ def _worker(stack: contextlib.ExitStack) -> Process:
     return Process(process, "process of servers and clients")
 
 
-class _Coordinators:
+class Coordinators:
     """One on SQLite, or two on an etcd of three; a context manager."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, processor: int | None = None) -> None:
+        """`processor`: the one on which all coordinators run; None: any."""
         self._etcd = kind == "etcd"
+        self._processor = processor
         self._processes: list[subprocess.Popen[bytes]] = []
         self._members: list[subprocess.Popen[bytes]] = []
         self._pages: dict[int, str] = {}
 
-    def __enter__(self) -> _Coordinators:
+    def __enter__(self) -> Coordinators:
         with contextlib.ExitStack() as stack:
             self._directory = Path(tempfile.mkdtemp(prefix="smb-size-", dir="/dev/shm"))
             stack.callback(shutil.rmtree, self._directory, ignore_errors=True)
@@ -206,6 +209,10 @@ class _Coordinators:
         """CPU time of the leader so far."""
         return cpu_seconds(self._processes[self._leader()].pid)
 
+    def page(self) -> str:
+        """The address of the leader's pages."""
+        return self._pages[self._leader()]
+
     def resident_bytes(self) -> int:
         """Memory of the leader."""
         status = Path(f"/proc/{self._processes[self._leader()].pid}/status").read_text()
@@ -231,7 +238,9 @@ class _Coordinators:
         raise RuntimeError("no coordinator leads")
 
     def _start(self, index: int) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "smb.tools.cli.main", "coordinator", "--listen", self.addresses[index]]
+        pinned = [] if self._processor is None else ["taskset", "--cpu-list", str(self._processor)]
+        command = [*pinned, sys.executable, "-m", "smb.tools.cli.main", "coordinator", "--listen"]
+        command += [self.addresses[index]]
         command += ["--state", self._state, "--metrics", "127.0.0.1:0", "--insecure"]
         command += ["--ready-file", str(self._directory / f"coordinator-{index}.ready")]
         if self._etcd:

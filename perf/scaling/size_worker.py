@@ -37,6 +37,8 @@ AT_ONCE = 64  # members that begin, or open a buffer, at the same time
 ELSEWHERE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
 OWN_CONNECTION = (("grpc.use_local_subchannel_pool", 1),)
 CAPACITY_BYTES = 1 << 40
+WHOLE = 1  # a segment's flag: its copy is complete
+REPORT_S = 2.0  # as often as a client in a training renews (smb/call/cluster_session.py)
 
 
 class Calls:
@@ -102,17 +104,22 @@ class Member:
 
 
 class Server(Member):
-    """A memory server without memory."""
+    """A memory server without memory. It has a control service of its own, which says yes."""
 
-    def __init__(self, name: str, control: str, coordinators: list[str], calls: Calls) -> None:
+    def __init__(self, name: str, coordinators: list[str], calls: Calls) -> None:
         super().__init__(coordinators, calls)
         self._name = name
-        self._control = control
         self._instance = random.getrandbits(63) | 1
+        self._segments = Segments(self._instance)
+        self._service = grpc.aio.server()
+        add_MemoryServerServicer_to_server(self._segments, self._service)  # type: ignore[no-untyped-call]
+        self._control = f"127.0.0.1:{self._service.add_insecure_port('127.0.0.1:0')}"
         self._seen = pb.SessionsSeen()
 
     async def begin(self) -> None:
-        """Register."""
+        """Register, with all segments that it was asked to make."""
+        await self._service.start()
+        held = self._segments.held
         reply = await self.ask(
             "RegisterServer",
             pb.RegisterServerRequest(
@@ -122,6 +129,10 @@ class Server(Member):
                 control_address=self._control,
                 capacity_bytes=CAPACITY_BYTES,
                 sessions_seen=self._seen,
+                segment_ids=held.keys(),
+                segment_epochs=held.values(),
+                segment_flags=[WHOLE] * len(held),
+                stamps=self._segments.stamps(),
             ),
         )
         self._take(reply.ended_sessions)
@@ -148,7 +159,11 @@ class Server(Member):
 
 
 class Client(Member):
-    """A client with a session, of which nobody asks anything."""
+    """A client with a session, of which nobody asks anything. It reports its part in a training, if it has one."""
+
+    def __init__(self, coordinators: list[str], calls: Calls, training: str = "", slot: int = 0) -> None:
+        super().__init__(coordinators, calls)
+        self._training, self._slot, self._clock = training, slot, 0
 
     async def begin(self) -> None:
         """Open the session."""
@@ -161,6 +176,9 @@ class Client(Member):
         await asyncio.sleep(random.uniform(0, self.every_s))
         while True:
             request = pb.RenewSessionRequest(session_id=self.session_id, client_name="one of many")
+            if self._training:
+                self._clock += 1
+                request.trainings.add(name=self._training, slot=self._slot, clock=self._clock, samples=self._clock)
             try:
                 self.every_s = (await self.ask("RenewSession", request)).lease_ms / 1000 / RENEWALS_PER_LEASE
             except grpc.aio.AioRpcError as error:
@@ -168,7 +186,7 @@ class Client(Member):
                     raise
                 self.lost += 1
                 await self.begin()
-            await asyncio.sleep(self.every_s)
+            await asyncio.sleep(min(self.every_s, REPORT_S) if self._training else self.every_s)
 
     async def open(self, name: str) -> None:
         """Open a buffer, as a training process does when it starts."""
@@ -176,15 +194,42 @@ class Client(Member):
 
 
 class Segments(MemoryServerServicer):
-    """The control service of all servers of this process: it says yes."""
+    """The control service of one server: it says yes, and remembers which segments it has."""
+
+    def __init__(self, instance_id: int) -> None:
+        self._instance = instance_id
+        self.held: dict[int, int] = {}  # the epoch of each segment
+        self._stamp: pb.StoreStamp | None = None
+
+    def stamps(self) -> list[pb.StoreStamp]:
+        """Return how new the coordinator's records were."""
+        return [self._stamp] if self._stamp is not None else []
 
     async def CreateSegment(self, request: Any, context: Any) -> Any:  # noqa: ARG002, N802
         """Say yes."""
-        return pb.CreateSegmentReply()
+        self.held[request.id] = request.replica.epoch or request.epoch
+        if request.HasField("stamp"):
+            self._stamp = request.stamp
+        return pb.CreateSegmentReply(group_id=request.group_id)
 
     async def DeleteSegment(self, request: Any, context: Any) -> Any:  # noqa: ARG002, N802
         """Say yes."""
+        self.held.pop(request.id, None)
         return pb.DeleteSegmentReply()
+
+    async def TakeRoles(self, request: Any, context: Any) -> Any:  # noqa: ARG002, N802
+        """Say yes."""
+        return pb.TakeRolesReply(confirmed=[each.segment_id for each in request.replicas])
+
+    async def RetireSegments(self, request: Any, context: Any) -> Any:  # noqa: ARG002, N802
+        """Say that all are in use."""
+        return pb.RetireSegmentsReply()
+
+    async def Inventory(self, request: Any, context: Any) -> Any:  # noqa: ARG002, N802
+        """Say which of these it has."""
+        here = [each for each in request.ids if each in self.held]
+        held = [pb.HeldSegment(id=each, epoch=self.held[each], flags=WHOLE) for each in here]
+        return pb.InventoryReply(instance_id=self._instance, held=held)
 
     async def EndSessions(self, request: Any, context: Any) -> Any:  # noqa: ARG002, N802
         """Say yes."""
@@ -199,24 +244,49 @@ class Worker:
         self._members: list[Server | Client] = []
         self._lives: list[asyncio.Task[None]] = []
         self._numbers = itertools.count()
-        self._service: grpc.aio.Server | None = None
-        self._control = ""
         self._creating: asyncio.Task[None] | None = None
         self._created: list[tuple[float, float]] = []  # begun and ended, time.monotonic()
 
     async def servers(self, first: int, count: int, coordinators: list[str]) -> dict[str, Any]:
         """Register that many, named from `first` on."""
-        if self._service is None:
-            self._service = grpc.aio.server()
-            add_MemoryServerServicer_to_server(Segments(), self._service)  # type: ignore[no-untyped-call]
-            self._control = f"127.0.0.1:{self._service.add_insecure_port('127.0.0.1:0')}"
-            await self._service.start()
         names = (f"server-{first + index:04d}" for index in range(count))
-        return await self._begin([Server(name, self._control, coordinators, self._calls) for name in names])
+        return await self._begin([Server(name, coordinators, self._calls) for name in names])
 
-    async def clients(self, count: int, coordinators: list[str]) -> dict[str, Any]:
-        """Open that many sessions."""
-        return await self._begin([Client(coordinators, self._calls) for _ in range(count)])
+    async def clients(self, count: int, coordinators: list[str], trainings: int = 0) -> dict[str, Any]:
+        """Open that many sessions, each in one of so many trainings."""
+        names = [f"training-{index % trainings}" if trainings else "" for index in range(count)]
+        members = [Client(coordinators, self._calls, name, index) for index, name in enumerate(names)]
+        return await self._begin(members)
+
+    async def fill(self, coordinators: list[str], kind: str, first: int, count: int) -> dict[str, Any]:
+        """Create so many buffers of two copies, or locks, that stay."""
+        member = Member(coordinators, self._calls)
+        await _at_most(AT_ONCE, [_make(member, kind, f"{kind}-{first + index}") for index in range(count)])
+        return {}
+
+    async def use(self, coordinators: list[str], pause_s: float, buffers: int, locks: int) -> dict[str, Any]:
+        """From now on create and delete a buffer, open one of those that stay, and use one of the locks, in turn."""
+        member = Member(coordinators, self._calls)
+
+        async def timed(kind: str, work: Coroutine[Any, Any, None]) -> None:
+            begun = time.monotonic()
+            await work
+            self._calls.seconds.setdefault(kind, []).append(time.monotonic() - begun)
+            if kind == "create":
+                self._created.append((begun, time.monotonic()))
+            await asyncio.sleep(pause_s)
+
+        async def go_on() -> None:
+            for number in itertools.count():
+                name = f"made-{number}"
+                await timed("create", _make(member, "buffer", name))
+                await member.ask("DeleteBuffer", pb.DeleteBufferRequest(name=name))
+                known = pb.OpenBufferRequest(name=f"buffer-{random.randrange(buffers)}")
+                await timed("open", _asked(member, "OpenBuffer", known))
+                await timed("lock", _make(member, "lock", f"lock-{random.randrange(locks)}"))
+
+        self._creating = asyncio.create_task(go_on())
+        return {}
 
     async def _begin(self, members: list[Any]) -> dict[str, Any]:
         async def begin(member: Any) -> None:
@@ -280,6 +350,20 @@ class Worker:
             "ended": sum(member.lost for member in self._members if isinstance(member, Client)),
             "registered_again": sum(member.lost for member in self._members if isinstance(member, Server)),
         }
+
+
+async def _make(member: Member, kind: str, name: str) -> None:
+    """Create a buffer of two copies, or use a lock, which makes it if needed."""
+    request = pb.CreateBufferRequest(
+        name=name, shape=[1000], dtype="float32", exist_ok=True, server_count=1, replicas=2
+    )
+    if kind == "lock":
+        request = pb.CreateBufferRequest(name=name, kind=pb.LOCK, exist_ok=True)
+    await member.ask("CreateBuffer", request)
+
+
+async def _asked(member: Member, kind: str, request: Any) -> None:
+    await member.ask(kind, request)
 
 
 async def _at_most(count: int, works: list[Coroutine[Any, Any, None]]) -> None:
