@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
+from smb.config.limits import RENEWALS_PER_LEASE
 from smb.config.parse import format_bytes
 from smb.coordinator.bundles import Bundles
 from smb.coordinator.dashboard.history import Seen
@@ -15,7 +16,7 @@ from smb.coordinator.state import ARRIVED, State
 from smb.coordinator.wanted_copies import without_room
 from smb.published import state_of
 
-LATE_S = 3.5  # a server renews every 2 s: one renewal was lost
+_LATE = 1.75  # renewals after which a server is late: one was lost
 NEARLY_FULL, FULL = 0.9, 0.98  # of a server's capacity
 DEFERRED_S = 4.0  # longer than a healthy process holds a chunk's lock
 HELD_S = 60.0  # a lock that others wait for is reported after this time
@@ -226,13 +227,18 @@ def _of_gone_server(seen: Seen, server: ServerRecord, held: _Held) -> Problem:
     return Problem(severity, what, " ".join(details), action, ("server", server.name), since, _GONE)
 
 
+def late_s(state: State) -> float:
+    """Return after how many seconds of silence a server is late."""
+    return _LATE * state.server_leases.duration_s / RENEWALS_PER_LEASE
+
+
 def _of_live_server(state: State, seen: Seen, server: ServerRecord, now: Instant) -> Iterator[Problem]:
     about = ("server", server.name)
     silent_s = now.wall - server.last_seen_at
-    if silent_s > LATE_S:
+    if silent_s > late_s(state):
         detail = (
-            f"A server reports to the coordinator every 2 s. This one has been silent for {silent_s:.0f} s, and counts "
-            f"as gone after 6 s."
+            f"A server reports to the coordinator at each third of its lease. This one has been silent for "
+            f"{silent_s:.0f} s, and counts as gone after {state.server_leases.duration_s:.0f} s."
         )
         action = "Find out whether the server's host is overloaded."
         yield Problem(WARNING, f"{server.name} is late", detail, action, about, kind=_LATE)
@@ -304,7 +310,7 @@ def _of_records(state: State, now: Instant) -> Iterator[Problem]:
             f"the memory of {_listed(unheard)} contains."
         )
         title = f"{len(unheard)} memory {'server was' if len(unheard) == 1 else 'servers were'} not heard of yet"
-        action = "Wait: a running server registers within seconds. Otherwise the server counts as gone after 6 s."
+        action = "Wait: a running server registers within seconds. Otherwise the server counts as gone after its lease."
         yield Problem(NOTE, title, detail, action)
     if state.copies_held(now):
         ends = ", ".join(

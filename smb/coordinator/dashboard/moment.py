@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
 
-from smb.coordinator.dashboard.diagnosis import LATE_S
+from smb.coordinator.dashboard.diagnosis import late_s
 from smb.coordinator.dashboard.history import LoadRates, Seen, ServerWatch
 from smb.coordinator.events import Instant
 from smb.coordinator.published import published_as
@@ -104,7 +104,7 @@ class Moment:
             return "left" if name in self.seen.left else "gone"
         if not self.state.heard(name, self.now):
             return "unheard"
-        return "late" if self.now.wall - server.last_seen_at > LATE_S else "alive"
+        return "late" if self.now.wall - server.last_seen_at > late_s(self.state) else "alive"
 
     def watch_of(self, server: ServerRecord) -> ServerWatch | None:
         """Return the last report of this run of the server; None if there is none."""

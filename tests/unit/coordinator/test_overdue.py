@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import pytest
 
 from smb.coordinator.commit_log import CommitLog
+from smb.coordinator.dashboard.diagnosis import late_s
 from smb.coordinator.events import (
     Event,
     HeldUp,
@@ -175,3 +176,9 @@ def test_the_lease_of_servers_has_bounds(lease_s: float, fits: bool) -> None:
         return
     with pytest.raises(InvalidArgumentError, match="--server-lease must be from 2 to 600 seconds"):
         options.check()
+
+
+def test_a_server_with_a_long_lease_is_not_late_after_seconds(cluster: Cluster) -> None:
+    """It renews at a third of its lease, and is late on the page once one renewal was lost."""
+    assert late_s(cluster.state) == 3.5
+    assert late_s(load([], [], server_lease_s=60.0)) == 35.0
