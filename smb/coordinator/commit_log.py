@@ -355,6 +355,11 @@ class CommitLog:
             if not self._openers[key]:
                 del self._openers[key]
 
+    def look_again(self) -> None:
+        """Wake all waits, because the session of one of them may have ended."""
+        for key in list(self._openers):
+            self._wake(key)
+
     def stop_waiting(self) -> None:
         """Fail all waits, present and future, so that a stop does not last as long as they would."""
         self._stopping = True

@@ -70,6 +70,7 @@ from smb.coordinator.segment_maker import OTHERS_CREATION_S, SegmentMaker
 from smb.coordinator.session_end_notifier import SessionEndNotifier
 from smb.coordinator.steps.copies import NotAskedError, backups_of
 from smb.coordinator.steps.creation import made_before
+from smb.coordinator.steps.sessions import check_not_ended
 from smb.coordinator.store import StoreError
 from smb.coordinator.token_issuer import TokenIssuer
 from smb.coordinator.validate import Creation
@@ -513,6 +514,7 @@ class CoordinatorService(CoordinatorServicer):
             names += [before[number].client_name if number in before else "" for number in ended]
             if ends_max is None or len(ended) < ends_max:
                 break
+        self._commit_log.look_again()
         return pb.KickClientsReply(session_count=len(names), clients=sorted(names)[:KICKED_SHOWN_MAX])
 
     # Buffers
@@ -585,7 +587,7 @@ class CoordinatorService(CoordinatorServicer):
                         raise _renamed_away(request.name)
                     return self._opened(request, renamed)
         with self._waiting(kind, request.name) if timeout_s else nullcontext():
-            record = await self._await_ready(kind, request.name, timeout_s)
+            record = await self._await_ready(kind, request.name, timeout_s, request.session_id)
         if record is None:
             lacks = f"appeared within {timeout_s:g} s" if timeout_s else "exists"
             advice = "`smb ls` lists the names; a timeout waits for a buffer that another process creates"
@@ -682,9 +684,11 @@ class CoordinatorService(CoordinatorServicer):
             if not self._opens_waiting[key]:
                 del self._opens_waiting[key]
 
-    async def _await_ready(self, kind: Kind, name: str, timeout_s: float) -> BufferRecord | None:
+    async def _await_ready(self, kind: Kind, name: str, timeout_s: float, session_id: int) -> BufferRecord | None:
         deadline = self._commit_log.now().monotonic + timeout_s
         while True:
+            if session_id:
+                check_not_ended(self._commit_log.state, session_id, "this client")
             record = self._commit_log.state.find(kind, name)
             if record is not None:
                 return record

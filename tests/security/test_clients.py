@@ -83,7 +83,7 @@ def test_a_kicked_client_hears_who_did_it(cluster: smb.LocalCluster, place: Path
     with (
         smb.connect(at, transport="tcp", credentials=place / "bob") as bob,
         smb.connect(at, credentials=place / "alice") as other,
-        ThreadPoolExecutor(2) as threads,
+        ThreadPoolExecutor(3) as threads,
     ):
         counter, stop = bob.create("counter", (1,), dtype="int64"), threading.Event()
 
@@ -103,6 +103,7 @@ def test_a_kicked_client_hears_who_did_it(cluster: smb.LocalCluster, place: Path
             lock = alice.lock("team/turn", ttl=600)
             lock.acquire()
             waiting = threads.submit(published.wait, 1)
+            opening = threads.submit(alice.open, "team/later", timeout=300.0)
             refused = run(cluster, place, "bob", "kick", "alice")
             assert "it takes the role operator" in str(refused.exception)
             missing = run(cluster, place, "ann", "kick", "nobody")
@@ -118,6 +119,8 @@ def test_a_kicked_client_hears_who_did_it(cluster: smb.LocalCluster, place: Path
                     smb.UnavailableError, match=r"an operator ended the session of trainer .*kick, by ann"
                 ):
                     use()
+            with pytest.raises(smb.UnavailableError, match=r"an operator ended the session of this client .*, by ann"):
+                opening.result(20)
             with pytest.raises(smb.UnavailableError, match="an operator ended the session"):
                 alice.lock("team/turn").acquire()
             alice.close()

@@ -16,7 +16,7 @@ from smb.coordinator.state import ARRIVED, State
 from smb.coordinator.wanted_copies import without_room
 from smb.published import state_of
 
-_LATE = 1.75  # renewals after which a server is late: one was lost
+_LATE_AFTER = 1.75  # renewals after which a server is late: one was lost
 NEARLY_FULL, FULL = 0.9, 0.98  # of a server's capacity
 DEFERRED_S = 4.0  # longer than a healthy process holds a chunk's lock
 HELD_S = 60.0  # a lock that others wait for is reported after this time
@@ -229,7 +229,7 @@ def _of_gone_server(seen: Seen, server: ServerRecord, held: _Held) -> Problem:
 
 def late_s(state: State) -> float:
     """Return after how many seconds of silence a server is late."""
-    return _LATE * state.server_leases.duration_s / RENEWALS_PER_LEASE
+    return _LATE_AFTER * state.server_leases.duration_s / RENEWALS_PER_LEASE
 
 
 def _of_live_server(state: State, seen: Seen, server: ServerRecord, now: Instant) -> Iterator[Problem]:

@@ -24,16 +24,7 @@ def session_renewed(state: State, event: SessionRenewed, now: Instant) -> Step:
     """Open a session, or renew its lease. Raises SessionEndedError if the session has ended."""
     if event.session_id == 0:
         raise InvalidArgumentError("a session's id must not be 0")
-    if event.session_id in state.kicked:
-        raise SessionEndedError(
-            f"{KICKED} of {event.client_name} (smb clients kick, by {state.kicked[event.session_id]}); its locks and "
-            f"other places were given up. If this client may go on, connect again"
-        )
-    if event.session_id in state.ended_sessions:
-        raise SessionEndedError(
-            f"the session of {event.client_name} has ended: it was closed, or its lease ran out before it was renewed; "
-            f"its locks and other places were given up, so connect again"
-        )
+    check_not_ended(state, event.session_id, event.client_name)
     known = state.sessions.get(event.session_id)
     if known is None and len(state.sessions) >= limits.SESSIONS_MAX:
         raise OutOfMemoryError(
@@ -49,6 +40,20 @@ def session_renewed(state: State, event: SessionRenewed, now: Instant) -> Step:
     session = SessionRecord(event.session_id, event.client_name, holder=event.holder, since=since)
     sessions = {**state.sessions, event.session_id: session}
     return replace(state, session_leases=leases, sessions=sessions), (SaveSession(session),)
+
+
+def check_not_ended(state: State, session_id: int, client: str) -> None:
+    """Raise SessionEndedError if the session of `client`, a name for people, has ended."""
+    if session_id in state.kicked:
+        raise SessionEndedError(
+            f"{KICKED} of {client} (smb clients kick, by {state.kicked[session_id]}); its locks and other places were "
+            f"given up. If this client may go on, connect again"
+        )
+    if session_id in state.ended_sessions:
+        raise SessionEndedError(
+            f"the session of {client} has ended: it was closed, or its lease ran out before it was renewed; its locks "
+            f"and other places were given up, so connect again"
+        )
 
 
 def session_closed(state: State, event: SessionClosed, _: Instant) -> Step:
