@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import re
@@ -15,10 +16,11 @@ import pytest
 
 import smb
 from smb.config.request_ids import CLIENT, REQUEST, TRACE, begin, end, metadata_of, new_id
+from smb.coordinator.service import CoordinatorService
 from smb.rpc.coordinator_client import Coordinator
 from smb.security.credentials import load_directory
 from smb.security.lab_ca import Holder, make_set
-from smb.security.roles import Role
+from smb.security.roles import RULES, Role
 from tests.support.daemons import Daemon, Daemons, running_daemons, wait_for
 
 US = f"{socket.gethostname()}:{os.getpid()}"
@@ -164,3 +166,11 @@ def test_metadata_of_strangers_is_bounded() -> None:
         assert call.request != request
         assert (call.trace, len(call.client)) == ("", 255)
     end()
+
+
+def test_what_operators_alone_may_do_leaves_a_line() -> None:
+    """A new RPC for them is not forgotten."""
+    of_operators = {method.rpartition("/")[2] for method, rule in RULES.items() if rule.roles == {Role.OPERATOR}}
+    assert of_operators >= {"DrainServer", "Rebalance", "ForgetSegments", "KickClients"}
+    for method in {*of_operators, "CreateBuffer", "DeleteBuffer", "RenameBuffer"}:
+        assert "audited(" in inspect.getsource(getattr(CoordinatorService, method)), method
