@@ -54,7 +54,7 @@ const char *tls_server_name(const struct tls *tls);
  * client or a reader, else false. */
 bool tls_client_certificate(const struct tls *tls, uint8_t digest[32]);
 /* Whether the peer's certificate still counts: it has not ended at now_s (seconds since 1970), and
- * the credentials `now` accept it. They are asked once, which takes a fifth of a millisecond, and
+ * the credentials `now` accept it. They are asked once, which takes up to half a millisecond, and
  * counted in *asked; from then on the connection keeps a reference to them. True before the
  * handshake is complete. False: tls_why. */
 bool tls_still_accepts(struct tls *tls, struct smb_tls *now, int64_t now_s, int *asked);
