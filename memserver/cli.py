@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from memserver.daemon import ServerOptions, default_name, run
+from memserver.daemon import ServerOptions, boot_id, default_name, run
 from smb.config.parse import parse_bytes
 from smb.config.settings import SETTINGS, variables_of
 from smb.daemon.log import start_log
@@ -38,6 +38,7 @@ def memserver(
     weight: Annotated[float, option("memserver.weight")] = SETTINGS["memserver.weight"].default,
     copy_rate: Annotated[str, option("memserver.copy_rate")] = SETTINGS["memserver.copy_rate"].default,
     zone: Annotated[str, option("memserver.zone")] = SETTINGS["memserver.zone"].default,
+    host_name: Annotated[str, option("memserver.host_name")] = SETTINGS["memserver.host_name"].default,
     advertise: Annotated[str, option("memserver.advertise")] = SETTINGS["memserver.advertise"].default,
     control: Annotated[str, option("memserver.control")] = SETTINGS["memserver.control"].default,
     verbs: Annotated[str, option("memserver.verbs")] = SETTINGS["memserver.verbs"].default,
@@ -72,6 +73,7 @@ def memserver(
                 weight=weight,
                 copy_rate=parse_bytes(copy_rate),
                 zone=zone,
+                host_name=host_name or boot_id(),
                 advertise=advertise,
                 ready_file=ready_file,
                 verbs=variables_of("verbs") if verbs == "auto" else None,

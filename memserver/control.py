@@ -153,9 +153,11 @@ class ControlService(MemoryServerServicer):
             self._segments.quarantine(request.quarantine_segment_ids)
             for segment_id in request.taken_up_segment_ids:
                 self._segments.take_up(segment_id)
-            bound = self._replication.take(request.replicas)
+            taken = self._replication.take(request.replicas)
             return pb.TakeRolesReply(
-                confirmed=[part.segment_id for part in request.replicas if part.confirm], bound=bound
+                confirmed=[part.segment_id for part in request.replicas if part.confirm],
+                bound=taken.bound,
+                switchable=taken.switchable,
             )
 
         return _answer(context, take)

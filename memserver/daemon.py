@@ -79,6 +79,7 @@ class ServerOptions:
     loops: int
     weight: float = 1.0
     zone: str = ""
+    host_name: str = ""
     advertise: str = ""
     ready_file: Path | None = None
     verbs: Mapping[str, str] | None = None  # settings, SMB_VERBS_...; None: no RDMA
@@ -93,6 +94,14 @@ class ServerOptions:
 def default_name() -> str:
     """Return the host's name, as far as it can name a server."""
     return re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname())[:64] or "server"
+
+
+def boot_id() -> str:
+    """Return the kernel's name for this boot, which all containers of a machine share; empty if it is unknown."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        return ""
 
 
 def run(options: ServerOptions) -> None:
@@ -230,6 +239,7 @@ def _start(options: ServerOptions, leaving: ExitStack, failures: list[Error]) ->
         weight=options.weight,
         data_tls=secured,
         zone=options.zone,
+        host_name=options.host_name,
     )
     _log.info("serving at %s, %s of %s", address, format_bytes(options.capacity_bytes), options.memory_dir)
 

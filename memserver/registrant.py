@@ -73,6 +73,7 @@ class Identity:
     weight: float = 1.0
     data_tls: bool = False
     zone: str = ""
+    host_name: str = ""
 
 
 class MissingNames:
@@ -251,6 +252,7 @@ class Registrant:
             weight=me.weight,
             data_tls=me.data_tls,
             zone=me.zone,
+            host_name=me.host_name,
         )
         failpoint("memserver.register.sending")
         asked_s = self._boot_s()

@@ -13,7 +13,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from memserver.copier import Copier
 from memserver.engine import Engine, ReplicaStatus
@@ -63,6 +63,14 @@ class ServerOutside:
     connect: Callable[[str], int] = connect
 
 
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """The answers to the coordinator's questions: segments that cannot move, and segments whose copies can switch."""
+
+    bound: list[int] = field(default_factory=list)
+    switchable: list[int] = field(default_factory=list)
+
+
 class Replication:
     """This server's roles and connections. Call `close` at the end. Methods may be called from any thread."""
 
@@ -94,23 +102,23 @@ class Replication:
         self.copier = Copier(engine, copy_rate, self._tell, self._outside.now, self._outside.begin)
         self._thread: threading.Thread | None = None
 
-    def take(self, parts: Iterable[pb.Replica]) -> list[int]:
-        """Take over these roles from the coordinator; other segments keep theirs. Returns the segments that cannot
-        move, out of those for which the coordinator asks. Raises NotFoundError or UnavailableError if the coordinator
-        asks to confirm a role that this server does not have.
+    def take(self, parts: Iterable[pb.Replica]) -> Taken:
+        """Take over these roles from the coordinator; other segments keep theirs. Returns the answers to its questions.
+        Raises NotFoundError or UnavailableError if it asks to confirm a role that this server does not have.
         """
         with self._taking:
             return self._take(parts)
 
-    def _take(self, parts: Iterable[pb.Replica]) -> list[int]:
-        bound: list[int] = []
+    def _take(self, parts: Iterable[pb.Replica]) -> Taken:
+        taken = Taken()
         for part in parts:
             if part.let_move:
                 if not self._engine.let_move(part.segment_id):
-                    bound.append(part.segment_id)
+                    taken.bound.append(part.segment_id)
                 continue
             if part.confirm:
-                self._confirm(part)
+                if self._confirm(part) and part.switches:
+                    taken.switchable.append(part.segment_id)
                 continue
             try:
                 self._engine.set_replica(part.segment_id, part.epoch, part.role, part.peer, copying=part.copying)
@@ -136,9 +144,12 @@ class Replication:
                 self._start()
             copying = [part for part in self._parts.values() if part.copying and part.role == PRIMARY]
             self.copier.want({part.segment_id: part.epoch for part in copying})
-        return bound
+        return taken
 
-    def _confirm(self, part: pb.Replica) -> None:
+    def _confirm(self, part: pb.Replica) -> bool:
+        """Check the role, and return whether the two copies can switch their roles, as far as this server knows."""
+        if part.switches and part.role == PRIMARY:
+            return self._engine.hand_over(part.segment_id, part.epoch)
         if part.yields:
             self._engine.yield_role(part.segment_id, part.epoch)
         elif not any(
@@ -146,6 +157,7 @@ class Replication:
             for status in self._engine.replicas()
         ):
             raise NotFoundError(f"segment {part.segment_id:016x} has no role {part.role} here in epoch {part.epoch}")
+        return True
 
     def has(self, segment_id: int) -> bool:
         with self._lock:

@@ -241,6 +241,12 @@ _TABLE = (
         _number, "SECONDS",
     ),
     Setting(
+        "coordinator", "balance_after", float, 20.0,
+        "How long no memory server may have come or gone before primaries of buffers with two copies are balanced, "
+        "slowly and without moving data; 0: only by smb rebalance.",
+        _number, "SECONDS",
+    ),
+    Setting(
         "coordinator", "stripe", str, None,
         "Stripe of buffers that are created without one: bytes on one server before the next one follows; a "
         "multiple of 4096. Default: 256KiB, and 1MiB for buffers over 8 GiB.",
@@ -308,7 +314,14 @@ _TABLE = (
     ),
     Setting(
         "memserver", "zone", str, "",
-        "The server's location: its rack or site. Readers and relays prefer sources in their zone.",
+        "The server's location: its rack or site. Two copies lie in two zones if there is room. Readers and relays "
+        "prefer sources in their zone.",
+        metavar="NAME",
+    ),
+    Setting(
+        "memserver", "host_name", str, "",
+        "The machine: servers with one name of it hold no two copies of a segment if others have room. Default: the "
+        "kernel's boot id, which all containers of a machine share.",
         metavar="NAME",
     ),
     Setting(

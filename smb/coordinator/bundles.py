@@ -124,4 +124,5 @@ def _following(segment: SegmentRecord, leader: SegmentRecord | None) -> SegmentR
         copying_to=leader.copying_to,
         made=leader.made,
         backup_made=leader.backup_made,
+        switched=leader.switched,
     )

@@ -6,6 +6,9 @@ yields. If a copy leaves, the server of the other copy confirms that it has it. 
 where. Then the primary is told, and the leaving copy is dropped. Wherever this is cut off, no unfinished segment is
 taken for a copy: a server is told to drop segments that no record places there. A primary that has yielded goes on
 serving, and asks its backup at each read.
+
+Two copies can also switch their roles. The server of the backup confirms that it could take over. The primary hands
+over: it begins no change until its backup has everything. Then the record says so, and both are told.
 """
 
 from __future__ import annotations
@@ -20,23 +23,27 @@ from smb.coordinator.bundles import Bundles, bundle_of
 from smb.coordinator.commit_log import CommitLog, Committed
 from smb.coordinator.copy_pace import CopyPace
 from smb.coordinator.draining import BOUND
-from smb.coordinator.events import CopyBegun, CopyDropped, MoveAllowed, ServerCounted, ServerSuspected
+from smb.coordinator.events import CopyBegun, CopyDropped, MoveAllowed, RolesSwitched, ServerCounted, ServerSuspected
 from smb.coordinator.memserver_client import MemoryServers
 from smb.coordinator.messages import replica_message, replica_messages
+from smb.coordinator.moves import Move
 from smb.coordinator.placement import Pool
-from smb.coordinator.rebalance import Move
 from smb.coordinator.records import BufferRecord, ServerRecord
 from smb.coordinator.replicas import Copy, CopyRole
 from smb.coordinator.wanted_copies import Wish, still_wanted, wishes, without_room
 from smb.daemon.failpoint import failpoint
 from smb.drop_reasons import Ground
-from smb.errors import Error, NotFoundError
+from smb.errors import Error, NotFoundError, UnavailableError
+from smb.rpc import control_pb2 as pb
 
 LOOK_S = 0.5
 PAUSE_S = 5.0  # until a server that could not take a copy is asked again
 APART_S = 10.0  # until a copy is tried again between two servers that did not reach each other: each try delays users
 BOUND_S = 60.0  # until a segment that cannot move is asked about again
 CONFIRM_PAUSE_S = 0.2  # until a server that did not confirm its copy is asked again; it may not know its role yet
+
+HAND_OVER_TRIES = 10
+HAND_OVER_PAUSE_S = 0.03  # until a primary is asked again whether its backup has everything
 
 _log = logging.getLogger("coordinator")
 # Arguments: segments and servers. Tells these servers at once their roles for these segments.
@@ -98,6 +105,12 @@ class CopyMaker:
         self._moves = {move.segment_id: move for move in moves} | kept
         self.look_now()
 
+    def switch(self, moves: Iterable[Move]) -> None:
+        """Make these switches of roles, in place of earlier ones, beside the moves that an operator asked for."""
+        kept = {number: move for number, move in self._moves.items() if not move.switches}
+        self._moves = {move.segment_id: move for move in moves} | kept
+        self.look_now()
+
     def keep_apart(self, server: str, others: Collection[str]) -> None:
         """Record that a server did not reach these others: its copies are made elsewhere for now."""
         now = self._commit_log.now().monotonic
@@ -147,7 +160,9 @@ class CopyMaker:
         await asyncio.gather(*map(self._begin, found))
 
     async def _begin(self, wish: Wish) -> None:
-        if not wish.target:
+        if wish.switches:
+            await self._switch(wish)
+        elif not wish.target:
             await self._drop_surplus(wish)
         elif not wish.segment.epoch:
             await self._let_move(wish)
@@ -177,6 +192,36 @@ class CopyMaker:
         failpoint("coordinator.move.stored")
         await self._tell_roles((segment.id,), (segment.server,))
         self.look_now()
+
+    async def _switch(self, wish: Wish) -> None:
+        """Let the two copies switch their roles. A primary that has begun to hand over goes on by itself if the switch
+        is not stored.
+        """
+        segment, asked, epoch = wish.segment, wish.target, wish.segment.epoch + 1
+        try:
+            if not await self._can_switch(wish, wish.target):
+                raise UnavailableError(f'memory server "{wish.target}" is too old to switch roles: upgrade it')
+            asked = wish.leaving
+            for _ in range(HAND_OVER_TRIES):
+                if ready := await self._can_switch(wish, wish.leaving):
+                    break
+                await asyncio.sleep(HAND_OVER_PAUSE_S)
+            if not ready:
+                raise UnavailableError(f'the backup does not get all changes of memory server "{wish.leaving}" now')
+            failpoint("coordinator.switch.handed")
+            await self._commit_log.commit(RolesSwitched(wish.record.key, segment.id, epoch))
+        except Error as error:
+            self._pause(wish, asked, PAUSE_S, error)
+            return
+        failpoint("coordinator.switch.stored")
+        await self._tell_roles((segment.id,), (wish.leaving, wish.target))
+        self.look_now()
+
+    async def _can_switch(self, wish: Wish, name: str) -> bool:
+        messages = self._questions(wish, name)
+        for message in messages:
+            message.switches = True
+        return await self._servers.can_switch(self._known(name), messages)
 
     async def _drop_surplus(self, wish: Wish) -> None:
         """End a move: drop the copy on the server that it leaves."""
@@ -216,7 +261,7 @@ class CopyMaker:
 
     def _pause(self, wish: Wish, asked: str, pause_s: float, error: Error) -> None:
         """Ask this server for no copies for a while."""
-        doing = f"copy on {wish.target}" if wish.target else f"move to {wish.source}"
+        doing = f"copy on {wish.target}" if wish.target and not wish.switches else f"move to {wish.source}"
         text = f"no {doing} of a segment of {wish.record.title} for now: {error}"
         bundle = bundle_of(wish.segment)
         _log.log(logging.DEBUG if self._said.get(bundle) == text else logging.WARNING, "%s", text)
@@ -284,17 +329,27 @@ class CopyMaker:
         """Check that the server has its copy now: it may be dead or back without its memory while its lease still runs.
         A server that yields answers nothing more that its backup does not confirm, as the backup may be promoted.
         """
+        messages = self._questions(wish, name)
+        for message in messages:
+            message.yields = yields
+        await self._servers.take_roles(self._known(name), messages)
+
+    def _questions(self, wish: Wish, name: str) -> list[pb.Replica]:
+        """Return the question whether a server has its role in the bundle, as the records say."""
         state, segment = self._commit_log.state, wish.segment
         role, peer = CopyRole.PRIMARY, segment.backup
         if name != segment.server:
             role, peer = CopyRole.BACKUP, segment.server
         messages = [replica_message(state, Copy(member.id, segment.epoch, role, peer)) for _, member in wish.members]
         for message in messages:
-            message.confirm, message.yields = True, yields
-        server = state.servers.get(name)
+            message.confirm = True
+        return messages
+
+    def _known(self, name: str) -> ServerRecord:
+        server = self._commit_log.state.servers.get(name)
         if server is None:
             raise NotFoundError(f'memory server "{name}" is not registered any more')
-        await self._servers.take_roles(server, messages)
+        return server
 
     def _say_lacking(self, records: list[BufferRecord]) -> None:
         """Log which bundles get no second copy because their server lacks one of their members."""

@@ -184,6 +184,17 @@ class CopyBegun:
 
 
 @dataclass(frozen=True, slots=True)
+class RolesSwitched:
+    """The primary of a segment hands over: its backup, with everything that it has, becomes the primary, and it becomes
+    the backup, from that epoch on.
+    """
+
+    key: str
+    segment_id: int
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
 class MoveAllowed:
     """The server of a segment with one copy has confirmed that all local users can follow the segment elsewhere."""
 
@@ -344,6 +355,7 @@ Event = (
     | CopyBegun
     | CopyDropped
     | MoveAllowed
+    | RolesSwitched
     | CopiesEnded
     | ServerCounted
     | ServerSuspected

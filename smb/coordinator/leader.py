@@ -13,6 +13,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from smb.coordinator import dashboard_interface
+from smb.coordinator.balancer import Balancer
 from smb.coordinator.commit_log import CommitLog, Committed
 from smb.coordinator.copy_maker import CopyMaker
 from smb.coordinator.dashboard.server import DashboardServer
@@ -33,6 +34,7 @@ from smb.coordinator.session_end_notifier import SessionEndNotifier
 from smb.coordinator.state import State
 from smb.coordinator.store import DeposedError, Store, StoreError
 from smb.coordinator.token_issuer import TokenIssuer
+from smb.coordinator.traffic import Traffic
 from smb.daemon.process import Answer
 from smb.errors import Error
 from smb.rpc import control_pb2 as pb
@@ -121,6 +123,7 @@ class Leading:
         roles = RoleChanges(commit_log, servers, endings)
         copy_maker = CopyMaker(commit_log, servers, roles.tell_roles, segments.drop)
         roles.on_copies, roles.on_apart = copy_maker.look_now, copy_maker.keep_apart
+        traffic = Traffic()
         service = CoordinatorService(
             commit_log,
             servers,
@@ -135,6 +138,7 @@ class Leading:
             tokens,
             outside,
             around.servers_port,
+            traffic,
         )
         around.health.lead(commit_log, store, holds)
         around.front.lead(service, holds, term)
@@ -144,7 +148,8 @@ class Leading:
 
         ticks = _tick(commit_log, endings, around.health, roles.silent_survivors)
         judging = _judge(commit_log, roles, copy_maker, segments)
-        for beginning in (_run(commit_log), ticks, judging, idle_names.run(), copy_maker.run()):
+        balancer = Balancer(commit_log, copy_maker, traffic, outside.in_thread, options.balance_after_s)
+        for beginning in (_run(commit_log), ticks, judging, idle_names.run(), copy_maker.run(), balancer.run()):
             task = asyncio.create_task(beginning)
             task.add_done_callback(partial(end_if_failed, outside))
             leaving.push_async_callback(cancel, task)

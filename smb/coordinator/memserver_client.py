@@ -145,6 +145,22 @@ class MemoryServers:
         Returns the segments that cannot move, out of those for which `let_move` was asked. Raises UnavailableError
         (outcome unknown).
         """
+        return frozenset((await self._take_roles(server, replicas, quarantine, taken_up)).bound)
+
+    async def can_switch(self, server: ServerRecord, replicas: Sequence[pb.Replica]) -> bool:
+        """Ask this run of the server whether the copies of these segments can switch their roles now. Raises
+        UnavailableError (outcome unknown).
+        """
+        reply = await self._take_roles(server, replicas)
+        return {part.segment_id for part in replicas} <= set(reply.switchable)
+
+    async def _take_roles(
+        self,
+        server: ServerRecord,
+        replicas: Sequence[pb.Replica],
+        quarantine: Sequence[int] = (),
+        taken_up: Sequence[int] = (),
+    ) -> pb.TakeRolesReply:
         try:
             peer = self._peer(server)
             request = pb.TakeRolesRequest(
@@ -153,12 +169,12 @@ class MemoryServers:
                 taken_up_segment_ids=taken_up,
                 instance_id=server.instance_id,
             )
-            reply = await peer.stub.TakeRoles(request, timeout=ANSWER_S, metadata=passed_on())
+            reply: pb.TakeRolesReply = await peer.stub.TakeRoles(request, timeout=ANSWER_S, metadata=passed_on())
         except grpc.aio.AioRpcError as error:
             raise self._failure(server, "take roles", error) from error
         if not {part.segment_id for part in replicas if part.confirm} <= set(reply.confirmed):
             raise UnavailableError(f'memory server "{server.name}" is too old to be drained: upgrade it')
-        return frozenset(reply.bound)
+        return reply
 
     async def drop(
         self, server: ServerRecord, segment_id: int, epoch: int, ground: Ground, *, room: bool = False

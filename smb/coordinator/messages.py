@@ -10,7 +10,7 @@ from smb.coordinator.drop_rules import Where, why_kept
 from smb.coordinator.ended_sessions import EndedSessions
 from smb.coordinator.events import Instant, ServerRegistered
 from smb.coordinator.lineage import Stamp
-from smb.coordinator.rebalance import Move
+from smb.coordinator.moves import Move
 from smb.coordinator.records import UNKNOWN_EPOCH, BufferRecord, Held, Kind, ServerRecord
 from smb.coordinator.replicas import Copy
 from smb.coordinator.state import State
@@ -83,6 +83,7 @@ def registration_of(request: pb.RegisterServerRequest) -> ServerRegistered:
         weight=request.weight or 1.0,
         data_tls=request.data_tls,
         zone=request.zone,
+        host_name=request.host_name,
     )
     reported = len(request.segment_epochs) == len(request.segment_flags) == len(request.segment_ids)
     epochs, flags = (
@@ -183,6 +184,7 @@ def server_message(state: State, server: ServerRecord, now: Instant) -> pb.Serve
         weight=server.weight,
         data_tls=server.data_tls,
         zone=server.zone,
+        host_name=server.host_name,
         draining=server.draining,
         overdue=server.name in state.overdue,
         maintenance_until=state.maintenance_until(server.name, now),
@@ -196,7 +198,9 @@ def stays_message(staying: Staying) -> pb.Stays:
 
 def move_message(move: Move) -> pb.Move:
     """Return the message about a move, for operators."""
-    return pb.Move(title=move.title, nbytes=move.nbytes, leaving=move.leaving, target=move.target)
+    return pb.Move(
+        title=move.title, nbytes=move.nbytes, leaving=move.leaving, target=move.target, switches=move.switches
+    )
 
 
 def replica_messages(state: State, copies: Iterable[Copy]) -> list[pb.Replica]:

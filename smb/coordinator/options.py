@@ -8,6 +8,7 @@ from pathlib import Path
 
 from smb.config.parse import parse_address
 from smb.config.quotas import Quota
+from smb.coordinator.balancer import BALANCE_AFTER_S, BALANCE_AFTER_S_MAX
 from smb.coordinator.idle_names import IDLE_S, IDLE_S_MAX, IDLE_S_MIN
 from smb.coordinator.state import SERVER_LEASE_S, SESSION_LEASE_S
 from smb.coordinator.token_issuer import LIFETIME_S
@@ -36,6 +37,7 @@ class CoordinatorOptions:
     metrics_token_file: Path | None = None
     token_lifetime_s: float = LIFETIME_S
     idle_names_s: float | None = None  # None: IDLE_S, or the session lease if that is longer
+    balance_after_s: float = BALANCE_AFTER_S  # 0: never
     quotas: Mapping[str, Quota] = field(default_factory=dict)  # by namespace
     etcd_credentials: Path | None = None
     leader_lease_s: int = LEADER_LEASE_S
@@ -65,6 +67,10 @@ class CoordinatorOptions:
         if not IDLE_S_MIN <= idle_s <= IDLE_S_MAX:
             raise InvalidArgumentError(
                 f"--idle-names must be from {IDLE_S_MIN:g} to {IDLE_S_MAX:g} seconds, not {idle_s:g}"
+            )
+        if not 0 <= self.balance_after_s <= BALANCE_AFTER_S_MAX:
+            raise InvalidArgumentError(
+                f"--balance-after must be from 0 to {BALANCE_AFTER_S_MAX:g} seconds, not {self.balance_after_s:g}"
             )
         if idle_s < lease_s:
             raise InvalidArgumentError(

@@ -60,6 +60,7 @@ class Pool:
     weights: Mapping[str, float] = field(default_factory=dict)
     stripe_bytes: int = 0
     hosts: Mapping[str, str] = field(default_factory=dict)  # the host of each live server
+    zones: Mapping[str, str] = field(default_factory=dict)  # the zone of each live server that has one
     draining: frozenset[str] = frozenset()
     plain: frozenset[str] = frozenset()  # live servers that take data without TLS
 
@@ -71,6 +72,12 @@ class Pool:
         """Whether one of the servers may hold a copy of the other's segments: both must take data in the same way, with
         TLS or without, because changes are forwarded like other data."""
         return server != other and (server in self.plain) == (other in self.plain)
+
+    def nearness(self, server: str, other: str) -> int:
+        """Return how much two servers share that may be lost at once: 1 for a zone, 2 for a host, 3 for both."""
+        zone = self.zones.get(server, "")
+        one_zone = bool(zone) and zone == self.zones.get(other, "")
+        return one_zone + 2 * (self.hosts.get(server) == self.hosts.get(other))
 
     def round_of(self, servers: Sequence[str], most: int) -> list[str]:
         """Return the order of turns, stripe by stripe, until it repeats: at least one turn each, at most `most`."""
@@ -139,10 +146,10 @@ def place_like(pool: Pool, like: BufferRecord, *, versions: int = 1) -> Placemen
 
 
 def place_backups(pool: Pool, placement: Placement, like: BufferRecord | None = None) -> tuple[str, ...]:
-    """Return the server of each share's second copy: another server, on another host if one there has room. Among the
-    candidates it is the one with the least of this buffer, then the one with the most free bytes. For a buffer placed
-    like another one it is the server of that buffer's copy if it has room, so that both still lie together after a
-    server is lost.
+    """Return the server of each share's second copy: another server, on another host and in another zone if one there
+    has room. Among the candidates it is the one with the least of this buffer, then the one with the most free bytes.
+    For a buffer placed like another one it is the server of that buffer's copy if it has room, so that both still lie
+    together after a server is lost.
 
     Raises UnavailableError if only one server is alive, OutOfMemoryError if no server has room.
     """
@@ -157,14 +164,12 @@ def place_backups(pool: Pool, placement: Placement, like: BufferRecord | None = 
     backups = []
     beside = [segment.backup for segment in like.segments] if like is not None else [""] * len(placement.shares)
     for share, wanted in zip(placement.shares, beside, strict=True):
-        host = pool.hosts.get(share.server)
         others = [name for name in free if pool.may_copy(share.server, name) and free[name] >= share.file_bytes]
         if not others:
             raise _no_room(pool, 2 * sum(share.file_bytes for share in placement.shares), " in two copies")
-        chosen = wanted
-        elsewhere = any(pool.hosts.get(name) != host for name in others)
-        if wanted not in others or (elsewhere and pool.hosts.get(wanted) == host):
-            chosen = min(others, key=lambda name: (pool.hosts.get(name) == host, given[name], -free[name], name))
+        chosen = min(others, key=lambda name: (pool.nearness(share.server, name), given[name], -free[name], name))
+        if wanted in others and pool.nearness(share.server, wanted) == pool.nearness(share.server, chosen):
+            chosen = wanted
         free[chosen] -= share.file_bytes
         given[chosen] += share.file_bytes
         backups.append(chosen)
@@ -189,9 +194,8 @@ def place_together(pool: Pool, like: BufferRecord) -> tuple[Placement, tuple[str
 
 def place_copy(pool: Pool, server: str, file_bytes: int) -> str:
     """Return the server for a new copy of a segment of `server`, chosen as in `place_backups`; empty: none has room."""
-    host = pool.hosts.get(server)
     others = [name for name, free in pool.free_bytes.items() if pool.may_copy(server, name) and free >= file_bytes]
-    return min(others, key=lambda name: (pool.hosts.get(name) == host, -pool.free_bytes[name], name), default="")
+    return min(others, key=lambda name: (pool.nearness(server, name), -pool.free_bytes[name], name), default="")
 
 
 def chunk_bytes(stripe_bytes: int) -> int:

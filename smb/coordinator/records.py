@@ -50,6 +50,7 @@ class SegmentRecord:
     group: int = 0  # the bundle: the id of its first segment; 0: the segment moves alone
     made: int = 0  # the epoch in which the copy on `server` was made: a file with an earlier role is not that copy
     backup_made: int = 0  # the same for the backup; 0: made with the segment, or by a version that did not store it
+    switched: int = 0  # the epoch in which the backup ceased to be the primary; 0: it was not the primary before
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +141,7 @@ class BufferRecord:
         for segment in fields["segments"]:
             if not segment["copying_to"]:
                 del segment["copying_to"]
-            for name in ("group", "made", "backup_made"):
+            for name in ("group", "made", "backup_made", "switched"):
                 if not segment[name]:
                     del segment[name]
         if self.replicas == 1:
@@ -182,6 +183,12 @@ class ServerRecord:
     data_tls: bool = False  # its data address speaks TLS
     zone: str = ""
     draining: bool = False  # the server gets no new segments, and its copies move to others
+    host_name: str = ""  # the machine; empty: the host of data_address
+
+    @property
+    def host(self) -> str:
+        """The machine: what goes when it is lost."""
+        return self.host_name or self.data_address.rpartition(":")[0]
 
     def to_json(self) -> str:
         """Return the text that `from_json` reads."""
@@ -190,6 +197,8 @@ class ServerRecord:
             del fields["zone"]
         if not self.draining:
             del fields["draining"]
+        if not self.host_name:
+            del fields["host_name"]
         return json.dumps(fields, ensure_ascii=False)
 
     @staticmethod

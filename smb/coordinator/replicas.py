@@ -68,10 +68,17 @@ def fail_over(record: BufferRecord, alive: Alive, heard: Alive) -> BufferRecord:
 
 
 def come_back(
-    record: BufferRecord, server: str, missing: Collection[int], heard: Alive, *, restarted: bool
+    record: BufferRecord,
+    server: str,
+    missing: Collection[int],
+    heard: Alive,
+    *,
+    restarted: bool,
+    behind: Collection[int] = (),
 ) -> BufferRecord:
     """Return the record after a server came back without the segments that are `missing`. A primary that was restarted
-    has forgotten changes that it had not forwarded.
+    has forgotten changes that it had not forwarded. So has a backup that is `behind`: it was the primary until the
+    roles were switched, and has not heard of that.
     """
 
     def judge(segment: SegmentRecord) -> SegmentRecord:
@@ -88,6 +95,9 @@ def come_back(
             return _without_backup(segment) if keeps else _promoted(segment)
         if segment.backup == server and segment.id in missing:
             return _without_backup(segment)
+        if segment.backup == server and segment.id in behind and restarted:
+            # The present primary could acknowledge nothing without this server.
+            return _without_backup(segment) if heard(segment.server) else _promoted(segment)
         return segment
 
     return _each(record, judge) if record.ready else record
@@ -126,6 +136,27 @@ def begin_copy(record: BufferRecord, segment_id: int, target: str, epoch: int, l
         return replace(_alone(segment, source, epoch), copying_to=target)
 
     return _each(record, judge)
+
+
+def switch_roles(record: BufferRecord, segment_id: int, epoch: int) -> BufferRecord:
+    """Return the record with the two copies of a segment in each other's roles from that epoch on, if that may be: both
+    have everything, and the primary hands over.
+    """
+
+    def judge(segment: SegmentRecord) -> SegmentRecord:
+        if segment.id != segment_id or segment.epoch + 1 != epoch or not segment.backup or segment.copying_to:
+            return segment
+        return replace(
+            segment,
+            server=segment.backup,
+            backup=segment.server,
+            made=segment.backup_made,
+            backup_made=segment.made,
+            epoch=epoch,
+            switched=epoch,
+        )
+
+    return _each(record, judge) if record.replicas > 1 else record
 
 
 def let_move(record: BufferRecord, segment_id: int) -> BufferRecord:
@@ -174,13 +205,13 @@ def _promoted(segment: SegmentRecord) -> SegmentRecord:
 
 
 def _without_backup(segment: SegmentRecord) -> SegmentRecord:
-    return replace(segment, backup="", backup_made=0, copying_to="", epoch=segment.epoch + 1)
+    return replace(segment, backup="", backup_made=0, copying_to="", switched=0, epoch=segment.epoch + 1)
 
 
 def _alone(segment: SegmentRecord, server: str, epoch: int) -> SegmentRecord:
     """Return the segment with only the copy on one of its two servers, from that epoch on."""
     made = segment.made if server == segment.server else segment.backup_made
-    return replace(segment, server=server, made=made, backup="", backup_made=0, epoch=epoch)
+    return replace(segment, server=server, made=made, backup="", backup_made=0, switched=0, epoch=epoch)
 
 
 def _each(record: BufferRecord, judge: Callable[[SegmentRecord], SegmentRecord]) -> BufferRecord:

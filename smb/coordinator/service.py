@@ -61,18 +61,20 @@ from smb.coordinator.messages import (
     without_session,
 )
 from smb.coordinator.mirrors import Mirrors
+from smb.coordinator.moves import Move
 from smb.coordinator.outside import Outside
 from smb.coordinator.placement import SERVERS_SHOWN_MAX
-from smb.coordinator.rebalance import Move, plan
+from smb.coordinator.rebalance import plan
 from smb.coordinator.records import BufferRecord, Holder, Kind, key_of
 from smb.coordinator.role_changes import RoleChanges
 from smb.coordinator.segment_maker import OTHERS_CREATION_S, SegmentMaker
 from smb.coordinator.session_end_notifier import SessionEndNotifier
-from smb.coordinator.steps.copies import NotAskedError, backups_of
+from smb.coordinator.steps.copies import NotAskedError, deciding_peers
 from smb.coordinator.steps.creation import made_before
 from smb.coordinator.steps.sessions import check_not_ended
 from smb.coordinator.store import StoreError
 from smb.coordinator.token_issuer import TokenIssuer
+from smb.coordinator.traffic import Traffic
 from smb.coordinator.validate import Creation
 from smb.coordinator.wanted_copies import copies_to_come
 from smb.daemon.failpoint import failpoint
@@ -168,6 +170,7 @@ class CoordinatorService(CoordinatorServicer):
         tokens: TokenIssuer | None = None,
         outside: Outside | None = None,
         servers_port: int = 0,
+        traffic: Traffic | None = None,
     ) -> None:
         """`tokens`: only with credentials. `outside`: None for the clocks and the network of this host.
         `servers_port`: the port for memory servers alone; 0: there is none.
@@ -176,6 +179,7 @@ class CoordinatorService(CoordinatorServicer):
         self._new_id = outside.new_id
         self._beside = BesideLoop(outside.in_thread)
         self._buffer_list = BufferList(self._beside)
+        self._traffic = traffic or Traffic()
         self._tokens = tokens
         self._servers_port = servers_port
         self._commit_log = commit_log
@@ -342,7 +346,7 @@ class CoordinatorService(CoordinatorServicer):
         state, now, name = self._commit_log.state, self._commit_log.now(), event.server.name
         known = state.servers.get(name)
         if known is not None and known.instance_id != event.server.instance_id:
-            peers = [peer for peer in backups_of(state, name) if state.alive(peer, now)]
+            peers = [peer for peer in deciding_peers(state, name, event.held) if state.alive(peer, now)]
             runs = await asyncio.gather(*(self._roles.look(state.servers[peer]) for peer in peers))
             for peer, run in zip(peers, runs, strict=True):
                 if run is RunLiveness.MUTE:
@@ -365,6 +369,7 @@ class CoordinatorService(CoordinatorServicer):
         failpoint("coordinator.renew.granted")
         if request.HasField("load"):
             self._watch.record_load(request.name, request.instance_id, request.load, self._commit_log.now())
+            self._traffic.record(request.name, request.load.segments, self._commit_log.now().monotonic)
         now = self._commit_log.now()
         self._mirrors.record(committed.state, request.name, request, now)
         # The lease is renewed even if the server's news cannot be stored: the next renewal brings the news again.
@@ -460,10 +465,11 @@ class CoordinatorService(CoordinatorServicer):
         state = self._commit_log.state
         pool = state.pool(self._commit_log.now())
         capacity = {name: state.servers[name].capacity_bytes for name in pool.free_bytes}
-        records, bound = state.buffers.values(), frozenset(self._copy_maker.bound())
+        records, bound = list(state.buffers.values()), frozenset(self._copy_maker.bound())
+        traffic = self._traffic.of_primaries(state)
 
         def planned(single_copies: bool) -> list[Move]:
-            return plan(records, pool, capacity, single_copies=single_copies, bound=bound)
+            return plan(records, pool, capacity, traffic=traffic, single_copies=single_copies, bound=bound)
 
         moves = await self._beside.run(caller().key, partial(planned, request.single_copies))
         left = 0

@@ -118,6 +118,12 @@ def check_zone(name: str) -> None:
         raise InvalidArgumentError(f'"{name}" cannot name a zone: use 1 to 64 characters of A-Z a-z 0-9 . _ -')
 
 
+def check_host_name(name: str) -> None:
+    """Raise InvalidArgumentError unless the name is valid for a machine, or empty."""
+    if name and not _SERVER_NAME.fullmatch(name):
+        raise InvalidArgumentError(f'"{name}" cannot name a host: use 1 to 64 characters of A-Z a-z 0-9 . _ -')
+
+
 def check_address(what: str, address: str) -> None:
     """Raise InvalidArgumentError unless the address is host:port with a port other than 0."""
     _, port = parse_address(address)

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 
 from smb.coordinator.bundles import Bundles, Member, bundle_of
 from smb.coordinator.copy_pace import MOST
+from smb.coordinator.moves import Move
 from smb.coordinator.placement import Pool, place_copy
-from smb.coordinator.rebalance import Move
 from smb.coordinator.records import BufferRecord, SegmentRecord
 from smb.coordinator.replicas import stays_on
 
@@ -19,14 +19,16 @@ from smb.coordinator.replicas import stays_on
 # since clients wait for each. The limit also keeps little data at one copy at a time while copies leave their server.
 AT_ONCE = 2
 SMALL_BYTES = 32 << 20
+SWITCHES_AT_ONCE = 8  # in the cluster: a segment's clients wait for a moment and ask for its new primary
 LEAST_BYTES = 1 << 20  # a smaller segment counts as this many bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Wish:
     """A copy to make from `source` on `target`: in place of a lost copy, or of the one on `leaving`. An empty `target`
-    means that a segment of a buffer with one copy has moved to `source`, and its copy on `leaving` must go. `members`:
-    all segments of the bundle, including this one.
+    means that a segment of a buffer with one copy has moved to `source`, and its copy on `leaving` must go. `switches`:
+    no copy is made; the primary, on `leaving`, and the backup, on `target`, switch their roles. `members`: all segments
+    of the bundle, including this one.
     """
 
     record: BufferRecord
@@ -35,6 +37,7 @@ class Wish:
     source: str
     leaving: str = ""
     members: tuple[Member, ...] = ()
+    switches: bool = False
 
 
 class _Load:
@@ -84,7 +87,10 @@ def wishes(
     targets = _Load((segment.copying_to, nbytes) for segment, nbytes in under_way.values())
     free = {name: nbytes for name, nbytes in pool.free_bytes.items() if name not in avoid}
     found = [wish for wish in _surplus(records, pool, moves or {}) if not {wish.source, wish.leaving} & avoid]
-    begun: set[int] = set()
+    found += [wish for wish in _switching(bundles, records, moves or {}) if not {wish.target, wish.leaving} & avoid][
+        :SWITCHES_AT_ONCE
+    ]
+    begun = {bundle_of(wish.segment) for wish in found if wish.switches}
     for record, segment, source, leaving, chosen in (
         *(() if held else _lost(records)),
         *_leaving(records, pool),
@@ -162,6 +168,9 @@ def still_wanted(
 
 
 def _can_be_made(move: Move, record: BufferRecord, segment: SegmentRecord, pool: Pool) -> bool:
+    if move.switches:
+        there = (move.leaving, move.target) == (segment.server, segment.backup)
+        return there and pool.alive(move.leaving) and pool.alive(move.target)
     room = pool.free_bytes.get(move.target, 0) >= move.nbytes
     if record.moves_alone:  # a second copy means that the move is half done
         coming = segment.copying_to or segment.backup
@@ -214,11 +223,20 @@ def _surplus(records: list[BufferRecord], pool: Pool, moves: Mapping[int, Move])
                 yield Wish(record, segment, "", stays_on(segment, leaving), leaving, ((record, segment),))
 
 
+def _switching(bundles: Bundles, records: list[BufferRecord], moves: Mapping[int, Move]) -> Iterator[Wish]:
+    for record in records if moves else ():
+        for segment in record.segments:
+            move = moves.get(segment.id)
+            if move is not None and move.switches and bundles.ready(record, segment):
+                members = tuple(bundles.members(record, segment))
+                yield Wish(record, segment, move.target, move.target, move.leaving, members, switches=True)
+
+
 def _moving(records: list[BufferRecord], moves: Mapping[int, Move], bound: Container[int]) -> Iterator[_Wanted]:
     for record in records if moves else ():
         for segment in record.segments:
             move = moves.get(segment.id)
-            if move is None or not record.ready or segment.id in bound:
+            if move is None or move.switches or not record.ready or segment.id in bound:
                 continue
             if record.replicas > 1 and (source := stays_on(segment, move.leaving)):
                 yield record, segment, source, move.leaving, move.target

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from tests.simulator.world import World
 
 PORT = 7070
+BALANCE_AFTER_S = 1.0
 LEADER_LEASE_S = 4
 SESSION_LEASE_S = 6.0
 IDLE_NAMES_S = 9.0
@@ -100,7 +101,7 @@ class CoordinatorProcess:
         registry = CollectorRegistry()
         options = CoordinatorOptions(
             listen=self.address, state="", metrics="", session_lease_s=SESSION_LEASE_S, idle_names_s=IDLE_NAMES_S,
-            leader_lease_s=LEADER_LEASE_S,
+            leader_lease_s=LEADER_LEASE_S, balance_after_s=BALANCE_AFTER_S,
         )  # fmt: skip
         around = Around(options, self.front, health, registry, cast(Any, self), lambda: f"{self.name}:9470", outside)
         self.process.begin(self._run(around))

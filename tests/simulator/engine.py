@@ -29,6 +29,7 @@ NONE, PRIMARY, BACKUP = 0, 1, 2
 CHUNKS = 3
 QUEUED_MAX = 8  # forwarded changes that wait, before a copy goes on
 LOCK_LEASE_S = 10.0
+HAND_OVER_S = 1.0
 LOCK_OF_NOBODY = (0, 0, 0.0)  # the session that holds it, its token, until when
 OK, STALE, NOT_FOUND, BUSY = "ok", "stale", "not found", "busy"
 
@@ -81,6 +82,8 @@ class _Bundle:
     role: int = NONE
     paired: bool = False
     yields: bool = False
+    hands_over_until: float = 0.0  # no change begins before
+    strays: bool = False  # it was the primary, and may have what the present one lacks
     peer: str = ""
     members: list[int] = field(default_factory=list)
     order: int = 0
@@ -236,20 +239,31 @@ class Engine:
         ends = role == NONE and bundle.role == PRIMARY
         if epoch > bundle.epoch or (epoch == bundle.epoch and (bundle.role == NONE or ends)):
             whole = bundle.copying is not None and bundle.copying.whole
-            if role == PRIMARY and peer and not copying and bundle.role != NONE and not whole:
+            next_ = bundle.role == BACKUP and epoch == bundle.epoch + 1 and peer == bundle.peer
+            if role == PRIMARY and peer and not copying and bundle.role != NONE and not whole and not next_:
                 raise InvalidArgumentError("it cannot have a backup without being copied")
+            if role == BACKUP and not copying and bundle.strays:
+                raise InvalidArgumentError("it must be copied to")
+            if role == BACKUP and bundle.role == PRIMARY and not copying and not self._is_even(bundle):
+                self._take_role(bundle, epoch, NONE, peer, copying=False)
+                raise InvalidArgumentError("the present primary may lack changes that are here")
             self._take_role(bundle, epoch, role, peer, copying)
         if role != NONE and bundle.epoch == epoch and bundle.role == role:
             memory.epoch, memory.whole = epoch, role == PRIMARY or not copying
 
     def _take_role(self, bundle: _Bundle, epoch: int, role: int, peer: str, copying: bool) -> None:
         paired = role == PRIMARY and bool(peer)
+        if role == PRIMARY or copying:
+            bundle.strays = False
+        elif role == NONE and bundle.role == PRIMARY:
+            bundle.strays = True
         if paired and not copying and bundle.copying is not None and bundle.copying.whole:
             bundle.copying = None  # the new backup still has to get all that is queued, in this epoch
             self._hang_up(bundle)
         else:
             self._stop_forwarding(bundle, OK if role == PRIMARY else STALE)
         bundle.copied, bundle.paired, bundle.yields, bundle.peer = 0, paired, False, peer
+        bundle.hands_over_until = 0.0
         bundle.epoch, bundle.role = epoch, role
         if copying and role == PRIMARY:
             bundle.copying = _Copying(epoch)
@@ -284,6 +298,21 @@ class Engine:
         if bundle is None or bundle.role != PRIMARY or not bundle.paired or bundle.epoch != epoch:
             raise UnavailableError("it is not the primary of a pair in that epoch")
         bundle.yields = True
+
+    def hand_over(self, segment_id: int, epoch: int) -> bool:
+        """See memserver.engine."""
+        self.yield_role(segment_id, epoch)
+        bundle = self._bundles[self._memory(segment_id).bundle]
+        bundle.hands_over_until = self._loop.time() + HAND_OVER_S
+        return self._is_even(bundle)
+
+    def _is_even(self, bundle: _Bundle) -> bool:
+        return bundle.paired and bundle.copying is None and bundle.confirmed >= bundle.order
+
+    async def _begin(self, bundle: _Bundle | None) -> None:
+        """Wait until a change may begin."""
+        while bundle is not None and self._loop.time() < bundle.hands_over_until:
+            await asyncio.sleep(0.01)
 
     def let_move(self, segment_id: int) -> bool:
         """See memserver.engine."""
@@ -489,6 +518,8 @@ class Engine:
     async def write(self, segment_id: int, epoch: int, client: int, number: int) -> str:
         """Make a client's write."""
         status, memory, bundle = self._primary(segment_id, epoch)
+        await self._begin(bundle)
+        status, memory, bundle = self._primary(segment_id, epoch)
         if memory is None:
             return status
         memory.cells[client] = max(memory.cells.get(client, 0), number)
@@ -545,6 +576,8 @@ class Engine:
     async def lock(self, segment_id: int, epoch: int, session: int) -> tuple[str, int]:
         """Give a session the lock; return its token."""
         status, memory, bundle = self._primary(segment_id, epoch)
+        await self._begin(bundle)
+        status, memory, bundle = self._primary(segment_id, epoch)
         if memory is None:
             return status, 0
         memory.used_at = self._loop.time()
@@ -559,6 +592,8 @@ class Engine:
 
     async def unlock(self, segment_id: int, epoch: int, session: int, token: int) -> str:
         """Free it, if the session holds it by that token."""
+        status, memory, bundle = self._primary(segment_id, epoch)
+        await self._begin(bundle)
         status, memory, bundle = self._primary(segment_id, epoch)
         if memory is None:
             return status

@@ -355,9 +355,9 @@ async def maintained(world: World, step: Step) -> None:
     await world.operate("Maintain", pb.MaintainRequest(name=name, all=not name, end=True))
 
 
-@fault(1)
+@fault(3)
 async def rebalanced(world: World, step: Step) -> None:
-    """Copies are moved so that servers are about equally full."""
+    """Roles switch, and copies move, so that servers have equal shares."""
     await world.operate("Rebalance", pb.RebalanceRequest(single_copies=step.victim % 2 == 0))
 
 

@@ -192,6 +192,24 @@ def a_lock_has_one_holder(world: World, name: str, holder: str, other: str) -> s
 # ---- what the coordinator says
 
 
+@after("copy")
+def copies_lie_in_two_zones(world: World, before: State, state: State, event: CopyBegun) -> str:
+    """A new copy is made in another zone than the other one's, if a server there is well and has room."""
+    record, now = state.buffers[event.key], world.now()
+    (segment,) = (each for each in record.segments if each.id == event.segment_id)
+    zone = world.plan.zone_of(segment.server)
+    if not zone or zone != world.plan.zone_of(event.target) or now is None:
+        return ""
+    nbytes = Bundles(state.buffers.values()).file_bytes(record, segment)
+    free = before.pool(now).free_bytes
+    elsewhere = [name for name in world.hosts if world.plan.zone_of(name) != zone and world.is_calm(name)]
+    elsewhere = [name for name in elsewhere if before.heard(name, now) and free.get(name, 0) >= nbytes]
+    beside = {name for name, held in before.unexplained.items() if held}
+    found = [name for name in elsewhere if name not in beside | {event.leaving}]
+    well = world.is_calm(world.leader_name(), "etcd", segment.server)
+    return f"{record.title} is copied within zone {zone}, and {found} had room" if found and well else ""
+
+
 @after("commit")
 def allocation_is_the_sum_of_the_records(world: World, state: State) -> str:
     """What counts as taken of each server is what the records have there."""

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from random import Random
 from typing import TYPE_CHECKING, Any, cast
 
 import grpc
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 CAPACITY_BYTES = 4 << 30
 COPY_BYTES_PER_S = 32 << 20
 DATA_PORT, CONTROL_PORT = 9000, 9001
+TRAFFIC_S = 15.0
+TRAFFIC = (0, 0, 1 << 20, 1 << 30)  # bytes of a segment between two renewals
 
 
 class Place:
@@ -143,16 +146,26 @@ class Server:
         service = ControlService(self.segments, cast(Any, _Rdma(self.instance_id)), self.replication, stamps)
         self._handlers = _Handlers(service).by_method
         identity = Identity(
-            name, self.instance_id, f"{name}:{DATA_PORT}", f"{name}:{CONTROL_PORT}", "", "", CAPACITY_BYTES
-        )
+            name, self.instance_id, f"{name}:{DATA_PORT}", f"{name}:{CONTROL_PORT}", "", "", CAPACITY_BYTES,
+            zone=world.plan.zone_of(name),
+        )  # fmt: skip
         self.registrant = Registrant(
-            world.coordinator_addresses, identity, self.segments, pb.ServerLoad, MissingNames(engine, Names(), Names()),
+            world.coordinator_addresses, identity, self.segments, self._load, MissingNames(engine, Names(), Names()),
             self._decided, None, self.replication, None, stamps, world.loop.time,
             world.rng_delays.random,
         )  # fmt: skip
         world.network.listen(f"{name}:{CONTROL_PORT}", self.process, self._serve)
         world.network.listen(f"{name}:{DATA_PORT}", self.process, _Data(self.engine))
         self.process.begin(self._register())
+
+    def _load(self) -> pb.ServerLoad:
+        """Report some traffic, which changes now and then, so that roles are balanced anew."""
+        moment = int(self.world.loop.time() / TRAFFIC_S)
+        segments = [
+            pb.BusyLoad(id=number, count=1, bytes=Random(f"{self.world.plan.seed} {number} {moment}").choice(TRAFFIC))
+            for number in self.host.segments
+        ]
+        return pb.ServerLoad(segments=segments)
 
     def _decided(self, outcome: Error | None) -> None:
         """A server that can never register ends, as its daemon does."""

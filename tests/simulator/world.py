@@ -58,6 +58,11 @@ class Plan:
     clients: int
     etcd: bool
     steps: tuple[Step, ...]
+    zones: str = ""  # of each server, one letter; empty: they have none
+
+    def zone_of(self, server: str) -> str:
+        """Return a memory server's zone."""
+        return self.zones[int(server[1:]) % len(self.zones)] if self.zones else ""
 
     @staticmethod
     def of(seed: int) -> Plan:
@@ -69,7 +74,8 @@ class Plan:
                 at += rng.choice((0.0, rng.uniform(0.0, 0.5), rng.uniform(0.0, 3.0)))
                 steps.append(draw(rng, at))
             at += rng.uniform(5.0, 15.0)
-        return Plan(seed, rng.choice((2, 3, 3, 4)), rng.choice((1, 2, 3)), rng.random() < 0.4, tuple(steps))
+        servers, clients, etcd = rng.choice((2, 3, 3, 4)), rng.choice((1, 2, 3)), rng.random() < 0.4
+        return Plan(seed, servers, clients, etcd, tuple(steps), rng.choice(("", "ab", "aab", "abca")))
 
 
 @dataclass(frozen=True)
@@ -329,6 +335,7 @@ class World:
         if isinstance(event, CopyBegun):
             self.copies_begun += 1
             invariants.check(self, "begun", before, event)
+            invariants.check(self, "copy", before, committed.state, event)
         if self._tell is not None:
             self.say(f"commit {event}"[:400])
 

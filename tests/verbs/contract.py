@@ -78,6 +78,7 @@ LEFT_OUT = {
     "fault/test_second_copy.py": _TWO_COPIES,
     "fault/test_slow_clients.py": _FRAMES,
     "fault/test_stopped_holders.py": _LONG,
+    "fault/test_switched_roles.py": _TWO_COPIES,
     "fault/test_train_hosts.py": _TWO_COPIES,
     "fault/test_train_kills.py": _TRAINING,
     "fault/test_untorn_reads.py": "tests/verbs/test_over_devices.py has it for one-sided reads",

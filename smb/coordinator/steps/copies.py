@@ -17,6 +17,7 @@ from smb.coordinator.events import (
     Instant,
     MoveAllowed,
     Report,
+    RolesSwitched,
     SaveBuffer,
     ServerReturned,
 )
@@ -29,6 +30,7 @@ from smb.coordinator.replicas import (
     end_copies,
     let_move,
     lose_backups,
+    switch_roles,
 )
 from smb.coordinator.state import State, Step, put, without
 from smb.drop_reasons import Ground
@@ -48,7 +50,9 @@ def server_returned(state: State, event: ServerReturned, now: Instant) -> Step:
     def heard(name: str) -> bool:
         return name != event.name and state.heard(name, now)
 
-    unheard = (name for name in backups_of(state, event.name) if state.alive(name, now) and not state.heard(name, now))
+    behind = _behind(state, event.name, event.held)
+    deciding = deciding_peers(state, event.name, event.held)
+    unheard = (name for name in deciding if state.alive(name, now) and not state.heard(name, now))
     if restarted and (peers := list(unheard)):
         raise UnavailableError(
             f'memory server "{event.name}" was restarted, and {", ".join(peers)} with the other copies of its '
@@ -58,7 +62,7 @@ def server_returned(state: State, event: ServerReturned, now: Instant) -> Step:
     missing = Bundles(state.buffers.values()).lacking(event.name, missing, heard)
 
     def judge(record: BufferRecord) -> BufferRecord:
-        return come_back(record, event.name, missing, heard, restarted=restarted)
+        return come_back(record, event.name, missing, heard, restarted=restarted, behind=behind)
 
     where = state.where()
     newer = (number for number, held in event.held.items() if number in where and _claims(held, *where[number]))
@@ -118,16 +122,30 @@ def at_dead(state: State, now: Instant) -> list[BufferRecord]:
     return list(found.values())
 
 
-def backups_of(state: State, server: str) -> list[str]:
-    """Return the servers of the backups of this server's primaries."""
-    backups = {
-        segment.backup
+def deciding_peers(state: State, server: str, held: Mapping[int, Held]) -> list[str]:
+    """Return the servers on whose lives it depends what becomes of this server's copies if it was restarted: those of
+    the backups of its primaries, and those of the primaries of backups that are behind. `held`: what the server holds.
+    """
+    behind = _behind(state, server, held)
+    peers = {
+        segment.backup if segment.server == server else segment.server
         for record in state.buffers.at(server)
         if record.ready and record.movable
         for segment in record.segments
-        if segment.server == server and segment.backup
+        if segment.backup and (segment.server == server or segment.id in behind)
     }
-    return sorted(backups)
+    return sorted(peers)
+
+
+def _behind(state: State, server: str, held: Mapping[int, Held]) -> frozenset[int]:
+    """Return the segments of which the server has the backup, and was the primary when it last heard of its role."""
+    return frozenset(
+        segment.id
+        for record in state.buffers.at(server)
+        if record.ready and record.movable
+        for segment in record.segments
+        if segment.backup == server and segment.id in held and held[segment.id].epoch < segment.switched
+    )
 
 
 def backups_lost(state: State, event: BackupsLost, _: Instant) -> Step:
@@ -193,6 +211,29 @@ def _check_members(event: CopyBegun, members: Sequence[Member]) -> None:
     for record, _ in members:
         if not record.ready:
             raise NotFoundError(f"{record.title}, which moves together with it, is still being made")
+
+
+def roles_switched(state: State, event: RolesSwitched, now: Instant) -> Step:
+    """The two copies of a segment, and of the others in its bundle, switch their roles. Raises NotFoundError if that is
+    not possible any more.
+    """
+    record = state.buffers.get(event.key)
+    judged = record if record is None else switch_roles(record, event.segment_id, event.epoch)
+    if record is None or judged is None or judged is record:
+        raise NotFoundError(f"segment {event.segment_id:016x} does not have two copies in epoch {event.epoch - 1}")
+    (segment,) = (each for each in judged.segments if each.id == event.segment_id)
+    bundles = Bundles(state.buffers.values())
+    contested = state.contested()
+    for of, member in bundles.members(record, segment):
+        if not of.ready or member.id in contested:
+            raise NotFoundError(f"{of.title}, of which a segment moves together with it, may change now")
+        for name in (segment.server, segment.backup):
+            if not state.confirmed(name, member.id, now):
+                raise NotFoundError(f'memory server "{name}" has not confirmed that it has a copy of {of.title}')
+    changed = (judged, *bundles.followers(judged))
+    state = put(state, *changed)
+    text = f"a segment of {record.title} has its primary on {segment.server} now, and its backup on {segment.backup}"
+    return state, (*map(SaveBuffer, changed), Report(logging.INFO, text))
 
 
 def move_allowed(state: State, event: MoveAllowed, _: Instant) -> Step:

@@ -29,7 +29,7 @@ from smb.coordinator.records import Held, ServerRecord
 from smb.coordinator.state import State, Step, without
 from smb.coordinator.steps.copies import check_all_told, not_those_copies
 from smb.coordinator.steps.interrupted import heard_from
-from smb.coordinator.validate import check_address, check_server_name, check_zone
+from smb.coordinator.validate import check_address, check_host_name, check_server_name, check_zone
 from smb.drop_reasons import Ground
 from smb.errors import Error, InvalidArgumentError, NotFoundError, OutOfMemoryError
 
@@ -265,6 +265,7 @@ def _check_registration(server: ServerRecord) -> None:
         raise InvalidArgumentError(f'memory server "{server.name}": instance_id and capacity_bytes must not be 0')
     check_weight(f'memory server "{server.name}": weight', server.weight)
     check_zone(server.zone)
+    check_host_name(server.host_name)
 
 
 def forgettable(state: State, name: str, now: Instant) -> bool:

@@ -18,6 +18,7 @@ from smb.tools.cli.output import console
 
 _LEASE_S = SETTINGS["coordinator.session_lease"].default
 _SERVER_LEASE_S = SETTINGS["coordinator.server_lease"].default
+_BALANCE_AFTER_S = SETTINGS["coordinator.balance_after"].default
 _TOKEN_LIFETIME_S = SETTINGS["coordinator.token_lifetime"].default
 
 
@@ -31,6 +32,7 @@ def coordinator(
     session_lease: Annotated[float, option("coordinator.session_lease")] = _LEASE_S,
     server_lease: Annotated[float, option("coordinator.server_lease")] = _SERVER_LEASE_S,
     idle_names: Annotated[float | None, option("coordinator.idle_names")] = None,
+    balance_after: Annotated[float, option("coordinator.balance_after")] = _BALANCE_AFTER_S,
     stripe: Annotated[str | None, option("coordinator.stripe")] = None,
     checksum: Annotated[bool, option("coordinator.checksum")] = SETTINGS["coordinator.checksum"].default,
     quota: Annotated[list[str] | None, option("coordinator.quota")] = None,
@@ -71,6 +73,7 @@ def coordinator(
             session_lease_s=session_lease,
             server_lease_s=server_lease,
             idle_names_s=idle_names,
+            balance_after_s=balance_after,
             stripe_bytes=parse_bytes(stripe or 0),
             checksum=checksum,
             credentials=found.find(credentials, deny=deny),

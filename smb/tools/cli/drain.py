@@ -140,10 +140,11 @@ def rebalance(
     ] = False,
     coordinator: Coordinator = None,
 ) -> None:
-    """Move segments from full memory servers to empty ones.
+    """Balance memory servers: by traffic, over hosts and zones, and from full ones to empty ones.
 
-    Copies of buffers with replicas=2 move, while clients use them, until the servers are about equally full. The moves
-    go on in the background; smb status shows how full the servers are.
+    For buffers with replicas=2, while clients use them: two copies switch their roles, which moves no data, so that all
+    servers answer about as much; copies that share a host or a zone are taken apart; the stripes of a buffer are spread
+    over more servers; and copies move until the servers are about equally full. All of it goes on in the background.
 
     Buffers with one copy move only with --single-copies. Clients on the server's host cannot map them afterwards, which
     makes their calls slower.
@@ -157,16 +158,21 @@ def rebalance(
     moves = reply.moves
     if not moves:
         console().print(
-            "Nothing to move: the servers are about equally full (to 5 % of their memory), or no move makes them so"
+            "Nothing to move: traffic, stripes and memory (to 5 %) are spread evenly, or no move makes them more so"
         )
         _say_what_else(reply)
         return
     rows = table("BUFFER", "SIZE", "FROM", "TO", right=("SIZE",))
     for move in moves:
-        rows.add_row(move.title, format_bytes(move.nbytes), move.leaving, move.target)
+        size = "role only" if move.switches else format_bytes(move.nbytes)
+        rows.add_row(move.title, size, move.leaving, move.target)
     console().print(rows)
-    total = f"{counted(len(moves), 'segment')}, {format_bytes(sum(move.nbytes for move in moves))}"
+    copies = [move.nbytes for move in moves if not move.switches]
+    total = f"{counted(len(copies), 'segment')}, {format_bytes(sum(copies))}"
     console().print(f"\n{total} {'would move' if dry_run else 'move from now on'}")
+    if switches := len(moves) - len(copies):
+        now = "would switch" if dry_run else "switch"
+        console().print(f"{counted(switches, 'pair')} of copies {now} roles, which moves no data")
     _say_what_else(reply)
 
 

@@ -19,6 +19,7 @@ from smb.coordinator.events import (
     CopyDropped,
     Event,
     MoveAllowed,
+    RolesSwitched,
     ServerDied,
     ServerDrained,
     Ticked,
@@ -68,7 +69,9 @@ class Machine:
                 continue
             assert now.epoch == was.epoch + 1 + (was.epoch == 0)  # that of a buffer is 1
             assert now.server in (was.server, was.backup)
-            if now.backup:
+            if isinstance(event, RolesSwitched):
+                assert (now.server, now.backup, now.copying_to) == (was.backup, was.server, "")
+            elif now.backup:
                 assert now.backup in (was.backup, was.copying_to)
             assert not (now.backup and now.copying_to)
             assert len({now.server, now.backup, now.copying_to} - {""}) == 1 + bool(now.backup) + bool(now.copying_to)
@@ -89,6 +92,10 @@ class Machine:
             members = {member.id for _, member in wish.members}
             if wish.leaving and not members <= self.held[wish.source]:
                 continue  # it does not confirm
+            if wish.switches:
+                if members <= self.held[wish.leaving]:
+                    self.do(RolesSwitched(wish.record.key, number, epoch))
+                continue
             if not wish.target:
                 self.do(CopyDropped(wish.record.key, number, wish.leaving, epoch))
                 self.held[wish.leaving].discard(number)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -293,3 +294,16 @@ def test_both_servers_of_a_pair_take_data_alike() -> None:
     assert place_backups(pool, placement) == ("c", "d")
     with pytest.raises(errors.OutOfMemoryError, match="in two copies"):
         place_backups(Pool({"a": GIB, "b": GIB}, plain=frozenset({"b"})), place(pool, MIB, names=["a"]))
+
+
+def test_two_copies_lie_in_two_zones_where_there_are_two() -> None:
+    """At creation and at a new copy; a host counts more than a zone, and a full zone not at all."""
+    free, zones = dict.fromkeys("abcd", GIB) | {"d": 2 * GIB}, {"a": "x", "b": "y", "d": "x"}
+    pool = Pool(free, hosts={name: name for name in free}, zones=zones)
+    assert place_backups(pool, place(pool, MIB, names=["a", "d"])) == ("b", "c")
+    assert [place_copy(pool, name, MIB) for name in "abd"] == ["b", "d", "b"]
+    assert place_copy(replace(pool, free_bytes={"a": GIB, "d": GIB}), "a", MIB) == "d"
+    one_machine = replace(pool, hosts=dict.fromkeys("abcd", "h"))
+    assert place_copy(replace(one_machine, free_bytes={"b": GIB, "d": 2 * GIB}), "a", MIB) == "b"
+    pods = replace(pool, hosts={"a": "n1", "b": "n1", "c": "n2", "d": "n2"}, zones={})  # two of each node
+    assert place_copy(pods, "a", MIB) == "d"

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from smb.coordinator import rebalance
-from smb.coordinator.events import CopiesEnded, CopyBegun, CopyDropped, MoveAllowed, ServerDrained
+from smb.coordinator.events import (
+    CopiesEnded,
+    CopyBegun,
+    CopyDropped,
+    MoveAllowed,
+    RolesSwitched,
+    ServerDrained,
+)
+from smb.coordinator.moves import MOVES_MAX, Move
 from smb.coordinator.placement import Pool
-from smb.coordinator.rebalance import SPREAD_MAX, Move, plan
+from smb.coordinator.rebalance import SPREAD_MAX, plan
 from smb.coordinator.records import BufferRecord, SegmentRecord
 from smb.coordinator.wanted_copies import still_wanted, wishes
 from tests.support.decisions import MIB, Cluster
@@ -48,6 +56,9 @@ def make(cluster: Cluster) -> int:
         for wish in found:
             assert wish.target == moves[wish.segment.id].target
             epoch = wish.segment.epoch + 1
+            if wish.switches:
+                cluster.do(RolesSwitched(wish.record.key, wish.segment.id, epoch))
+                continue
             cluster.do(CopyBegun(wish.record.key, wish.segment.id, wish.target, 1, epoch, wish.leaving))
             cluster.do(CopiesEnded(wish.source, {wish.segment.id: epoch}, whole=True))
         moves = still_wanted(moves, list(cluster.state.buffers.values()), cluster.state.pool(cluster.now))
@@ -64,7 +75,11 @@ def test_servers_become_about_equally_full(cluster: Cluster) -> None:
     assert max(held) - min(held) <= SPREAD_MAX * CAPACITY
     for record in cluster.state.buffers.values():
         assert all(each.backup and each.backup != each.server for each in record.segments)
+    assert all(move.switches for move in planned(cluster))  # the primaries are on a and b yet
+    make(cluster)
     assert planned(cluster) == []
+    primaries = Counter(record.segments[0].server for record in cluster.state.buffers.values())
+    assert sorted(primaries.values()) == [1, 1, 2, 2]
 
 
 def test_what_does_not_move(cluster: Cluster) -> None:
@@ -163,9 +178,12 @@ def test_no_plan_makes_it_worse(copies: list[tuple[int, int, int]], sizes: list[
     pool = Pool({name: capacity[name] - used[name] for name in names})
     pairs = {record.segments[0].id: {record.segments[0].server, record.segments[0].backup} for record in records}
     moves = plan(records, pool, capacity)
-    assert len(moves) <= rebalance.MOVES_MAX
+    assert len(moves) <= MOVES_MAX
     highest = max(used[name] / capacity[name] for name in names)
     for move in moves:
+        if move.switches:
+            assert {move.leaving, move.target} == pairs[move.segment_id]
+            continue
         used[move.leaving] -= move.nbytes
         used[move.target] += move.nbytes
         assert move.target not in pairs[move.segment_id]
@@ -175,3 +193,27 @@ def test_no_plan_makes_it_worse(copies: list[tuple[int, int, int]], sizes: list[
 def _record(server: str, backup: str, nbytes: int, number: int = 1) -> BufferRecord:
     segment = SegmentRecord(number, server, nbytes, nbytes, backup, 1)
     return BufferRecord(f"w{number}", number, (1,), "uint8", 1, 1, 4096, 4096, (segment,), 0.0, True, replicas=2)
+
+
+def test_copies_in_one_zone_are_taken_apart() -> None:
+    """Where another zone has room; the backup moves."""
+    names, record = "abc", _record("a", "b", 8)
+    pool = Pool(dict.fromkeys(names, 100), hosts={name: name for name in names}, zones={"a": "x", "b": "x", "c": "y"})
+    (move,) = plan([record], pool, dict.fromkeys(names, 1000))
+    assert (move.leaving, move.target) == ("b", "c")
+    assert plan([record], replace(pool, free_bytes={"a": 100, "b": 100, "c": 1}), dict.fromkeys(names, 1000)) == []
+
+
+def test_stripes_of_a_buffer_are_spread_over_the_servers() -> None:
+    """Memory alone would not tell: two servers have all copies of a small buffer. Each server gets as many."""
+    pairs = [("a", "b"), ("b", "a"), ("a", "b"), ("b", "a")]
+    segments = tuple(SegmentRecord(at + 1, *pair[:1], 8, 8, pair[1], 1) for at, pair in enumerate(pairs))
+    record = replace(_record("a", "b", 8), segments=segments)
+    pool = Pool(dict.fromkeys("abcd", 10_000), hosts={name: name for name in "abcd"})
+    moves = plan([record], pool, dict.fromkeys("abcd", 10_100))
+    held = Counter(copy.server for copy in record.copies)
+    for move in moves:
+        held[move.leaving] -= 1
+        held[move.target] += 1
+    assert set(held.values()) == {2}
+    assert len({move.segment_id for move in moves}) == len(moves) == 4
