@@ -265,6 +265,10 @@ static void say_who(const struct shown *shown, const struct wanted *wanted, char
         snprintf(why + done, SMB_WHY_BYTES - (size_t)done, "; expected the certificate of %s%s",
                  wanted->host,
                  shown->is_for_host ? ": this has that host name, but another role or name" : "");
+    size_t length = strlen(why);
+    if (shown->roles > 1)
+        snprintf(why + length, SMB_WHY_BYTES - length,
+                 "; a certificate has one role: issue one for each role");
 }
 
 /* Returns an error number of X509_verify_cert; if the library is content, one of ours or

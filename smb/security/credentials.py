@@ -43,6 +43,8 @@ VARIABLES = (
     CREDENTIALS_VARIABLE, CA_VARIABLE, CERTIFICATE_VARIABLE, KEY_VARIABLE, INSECURE_VARIABLE, DENY_VARIABLE,
     METRICS_TOKEN_VARIABLE,
 )  # fmt: skip
+# of PKCS#8, and of the older form of RSA and EC keys
+_ENCRYPTED = (b"-----BEGIN ENCRYPTED PRIVATE KEY-----", b"Proc-Type: 4,ENCRYPTED")
 CA_FILE, CERTIFICATE_FILE, KEY_FILE = "ca.pem", "cert.pem", "key.pem"
 
 _LIST_BEGIN = b"-----BEGIN X509 CRL-----"
@@ -207,6 +209,11 @@ def load(ca: Path, certificate: Path, key: Path, deny: Path | None = None) -> Cr
         if path is not names and (_LIST_BEGIN if path is lists else b"-----BEGIN") not in parts[-1]:
             what = "a revocation list (CRL) in PEM form" if path is lists else "in PEM form"
             raise InvalidArgumentError(f"credentials: {path} is not {what}")
+    if any(mark in parts[2] for mark in _ENCRYPTED):
+        raise InvalidArgumentError(
+            f"credentials: the key {key} has a password, which a daemon cannot ask for; take it off with `openssl pkey "
+            f"-in {key.name} -out plain.pem`, and keep the file readable for its user alone"
+        )
     denied = entries_of(parts[3], f"credentials: {names}")
     credentials = Credentials(parts[0], parts[1], parts[2], ca, certificate, key, tuple(stamps), denied, parts[4], deny)
     try:

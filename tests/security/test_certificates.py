@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import secrets
+import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -370,6 +371,12 @@ def test_what_is_loopback(host: str, alone: bool) -> None:
     assert is_loopback(host) is alone
 
 
+def encrypt(key: Path, *how: str) -> None:
+    """Give a key a password, as openssl does."""
+    command = ["openssl", *how, "-in", str(key), "-passout", "pass:secret"]
+    key.write_bytes(subprocess.run(command, check=True, capture_output=True).stdout)
+
+
 @pytest.mark.parametrize(
     ("spoil", "told"),
     [
@@ -377,6 +384,8 @@ def test_what_is_loopback(host: str, alone: bool) -> None:
         (lambda place: (place / "key.pem").chmod(0o604), "anybody may read the key"),
         (lambda place: (place / "ca.pem").write_text("nothing"), "ca.pem is not in PEM form"),
         (lambda place: (place / "key.pem").write_bytes((place.parent / "other.pem").read_bytes()), "do not belong"),
+        (lambda place: encrypt(place / "key.pem", "pkcs8", "-topk8"), "key.pem has a password, which a daemon cannot"),
+        (lambda place: encrypt(place / "key.pem", "ec", "-aes128"), "key.pem has a password, which a daemon cannot"),
     ],
 )
 def test_bad_credentials_say_what_is_wrong(

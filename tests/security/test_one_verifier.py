@@ -5,6 +5,7 @@ server and by a caller, at the control plane (gRPC) and at the data port.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import secrets
 import shutil
 import socket
@@ -12,7 +13,8 @@ import ssl
 import threading
 from collections.abc import Iterator
 from concurrent import futures
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -135,7 +137,7 @@ CALLERS = {
     "a memory server of two names": Case(False, AS_SERVER + ",URI:smb:name/s2", "and others"),
     "no role": Case(False, "URI:smb:name/c", 'role ""'),
     "CN alone": Case(False, None, 'role ""', subject="/CN=smb:role\\/operator"),
-    "two roles": Case(False, AS_CLIENT + ",URI:smb:role/operator", "and others"),
+    "two roles": Case(False, AS_CLIENT + ",URI:smb:role/operator", "one role: issue one for each"),
     "a role that there is not": Case(False, "URI:smb:role/root", 'role "root"'),
     "a role in capitals": Case(False, "URI:smb:role/CLIENT", 'role "CLIENT"'),
     "a longer role": Case(False, "URI:smb:role/client/", 'role "client/"'),
@@ -166,13 +168,27 @@ CALLERS = {
     "self-signed": Case(False, AS_CLIENT, "self-signed", by=""),
 }
 
+# Of a server and of a caller, where ca.pem has the issuing authority alone: what it issued is taken, with the chain or
+# without, and nothing else of the same root.
+BY_ISSUING = {
+    "with the intermediate": Case(True, "", by="issuing", sends="issuing"),
+    "with the whole chain": Case(True, "", by="issuing", sends="issuing root"),
+    "alone": Case(True, "", by="issuing"),
+    "by the root": Case(False, "", "issued it", by="root"),
+    "by the root, with it": Case(False, "", "issued it", by="root", sends="root"),
+    "by another intermediate": Case(False, "", "issued it", by="issuing-rsa", sends="issuing-rsa"),
+    "by another intermediate, with the root": Case(False, "", "issued it", by="issuing-rsa", sends="issuing-rsa root"),
+    "of another root": Case(False, "", "issued it", by="namesake", sends="namesake issuing"),
+    "too long a path": Case(False, "", "path length", by="below", sends="below"),
+}
+
 
 class Lab:
     """Authorities, and what is made by them."""
 
     def __init__(self, place: Path) -> None:
         self._place = place
-        self._made = 0
+        self._made = itertools.count(1)
         root, root_rsa = Authority(place / "root", "root"), Authority(place / "root-rsa", "rsa", key="rsa:2048")
         namesake, issuing = Authority(place / "namesake", "root"), root.below(place / "issuing", "issuing", pathlen=0)
         self._by: dict[str, Authority | None] = {
@@ -193,11 +209,17 @@ class Lab:
         self.ca = place / "ca.pem"
         self.ca.write_bytes(root.certificate.read_bytes() + root_rsa.certificate.read_bytes())
 
+    def trusting(self, name: str) -> Lab:
+        """Return the same with the certificate of one authority as ca.pem."""
+        found, authority = copy(self), self._by[name]
+        assert authority is not None
+        found.ca = authority.certificate
+        return found
+
     def issue(self, case: Case) -> Issued:
-        self._made += 1
         chain = [found for name in case.sends.split() if (found := self._by[name]) is not None]
         return issue(
-            self._by[case.by], self._place / f"{self._made}", names=case.names, key=case.key, purposes=case.purposes,
+            self._by[case.by], self._place / f"{next(self._made)}", names=case.names, key=case.key, purposes=case.purposes,
             usage=case.usage, subject=case.subject, unknown=case.unknown, days=case.days, digest=case.digest,
             chain=chain,
         )  # fmt: skip
@@ -321,9 +343,29 @@ def is_right(case: Case, control: str, data: str) -> str:
 
 def test_servers(lab: Lab) -> None:
     """Whom a client believes."""
+    check_servers(lab, SERVERS)
+
+
+def test_servers_of_an_intermediate_alone(lab: Lab) -> None:
+    """Both planes believe the same, and say why not."""
+    check_servers(lab.trusting("issuing"), {name: replace(case, names=AS_SERVER) for name, case in BY_ISSUING.items()})
+
+
+def test_callers(lab: Lab) -> None:
+    """Whom a server serves."""
+    check_callers(lab, CALLERS, Case(True, AS_SERVER))
+
+
+def test_callers_of_an_intermediate_alone(lab: Lab) -> None:
+    """Both planes serve the same."""
+    cases = {name: replace(case, names=AS_CLIENT, purposes=CALLS) for name, case in BY_ISSUING.items()}
+    check_callers(lab.trusting("issuing"), cases, Case(True, AS_SERVER, by="issuing", sends="issuing"))
+
+
+def check_servers(lab: Lab, cases: dict[str, Case]) -> None:
     ours = lab.credentials(Case(True, AS_CLIENT, purposes=CALLS))
     tls, wrong = Tls(ours.ca, ours.certificate, ours.key), {}
-    for name, case in SERVERS.items():
+    for name, case in cases.items():
         shown = lab.credentials(case)
         control = call_impostor(shown, ours)
         data, client = "", EngineClient(secrets.randbits(63))
@@ -341,15 +383,14 @@ def test_servers(lab: Lab) -> None:
     assert not wrong, "\n".join(f"{name}: {why}" for name, why in wrong.items())
 
 
-def test_callers(lab: Lab) -> None:
-    """Whom a server serves."""
-    ours = lab.credentials(Case(True, AS_SERVER))
+def check_callers(lab: Lab, cases: dict[str, Case], server: Case) -> None:
+    ours = lab.credentials(server)
     tls, wrong = Tls(ours.ca, ours.certificate, ours.key), {}
     engine = Engine(1, 1, 1 << 20)
     engine.use_tls(tls)
     port = engine.listen_tcp("127.0.0.1", 0)
     with control_plane(ours, ours) as address:
-        for name, case in CALLERS.items():
+        for name, case in cases.items():
             shown = lab.credentials(case)
             secured = grpc.ssl_channel_credentials(shown.ca, shown.key, shown.certificate)
             options = [("grpc.ssl_target_name_override", server_name("s1"))]
