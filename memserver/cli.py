@@ -10,7 +10,8 @@ from typing import Annotated
 
 import typer
 
-from memserver.daemon import ServerOptions, boot_id, default_name, run
+from memserver.daemon import ServerOptions, default_name, run
+from smb.config.boot import boot_id
 from smb.config.parse import parse_bytes
 from smb.config.settings import SETTINGS, variables_of
 from smb.daemon.log import start_log

@@ -96,14 +96,6 @@ def default_name() -> str:
     return re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname())[:64] or "server"
 
 
-def boot_id() -> str:
-    """Return the kernel's name for this boot, which all containers of a machine share; empty if it is unknown."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    except OSError:
-        return ""
-
-
 def run(options: ServerOptions) -> None:
     """Serve until SIGTERM, SIGINT or SIGHUP. Blocks; main thread only. Raises smb.errors.Error if it cannot start."""
     _check(options)

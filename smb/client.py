@@ -540,6 +540,7 @@ class Client:
                 quarantined=tuple(
                     QuarantinedInfo(each.segment_id, each.name, each.nbytes, each.reason) for each in server.quarantined
                 ),
+                host_name=server.host_name,
             )
             for server in self._coordinator.list_servers(self.timeout)
         ]

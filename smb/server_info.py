@@ -26,7 +26,7 @@ class ServerInfo:
     - `alive` is true while the server's lease runs. `unheard` is true if the coordinator that leads now has not heard
       of the server yet; it may be alive.
     - `weight` is the server's share of a new buffer's traffic, relative to the other servers.
-    - `zone` is the location that the server was given.
+    - `zone` is the location that the server was given, and `host_name` the machine: two copies lie apart if possible.
     - `draining`: the server gets no new memory and gives up what it has.
     - `overdue`: the server is late, and counts as alive for one lease more.
     - `maintenance_until`: until then lost copies are not made anew if the server is away, in seconds since 1970; 0 if
@@ -49,6 +49,7 @@ class ServerInfo:
     overdue: bool = False
     maintenance_until: float = 0.0
     quarantined: tuple[QuarantinedInfo, ...] = ()
+    host_name: str = ""
 
     @property
     def may_live(self) -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 import grpc
 import pytest
 
+from smb.config.boot import boot_id
 from smb.rpc import control_pb2 as pb
 from smb.rpc.control_pb2_grpc import CoordinatorStub
 from tests.support.daemons import Daemon, Daemons, running_daemons, wait_for
@@ -340,3 +341,31 @@ def _long_directory(tmp_path: Path) -> Path:
     directory = tmp_path / ("x" * 120)
     directory.mkdir(mode=0o700, exist_ok=True)
     return directory
+
+
+def test_two_copies_lie_in_two_zones_and_on_two_machines(
+    daemons: Daemons, daemon: Daemon, coordinator: CoordinatorStub
+) -> None:
+    """At creation and when a copy is made anew. Servers of one machine are known as such by its boot id, unless their
+    operator names the machine; a name that is none is refused.
+    """
+    for name, zone, capacity in (("a", "x", "64MiB"), ("b", "x", "64MiB"), ("c", "y", "16MiB"), ("d", "y", "16MiB")):
+        assert daemons.memory_server(daemon.address, name, "--zone", zone, "--capacity", capacity).address
+    zones = {name: server.zone for name, server in servers(coordinator).items()}
+    assert {server.host_name for server in servers(coordinator).values()} == {boot_id()}
+    placed = create(coordinator, replicas=2, server_names=["a", "b"]).layout.segments
+    assert [zones[segment.backup] for segment in placed] == ["y", "y"]
+    coordinator.DrainServer(pb.DrainServerRequest(name="c"), timeout=10)
+    wait_for(lambda: not _copies_on(coordinator, "c"), "an empty server")
+    assert {segment.backup or segment.copying_to for segment in open_buffer(coordinator).layout.segments} == {"d"}
+    for name, host in (("e", "n1"), ("f", "n1"), ("g", "n2")):
+        assert daemons.memory_server(daemon.address, name, "--host-name", host).address
+    (segment,) = create(coordinator, "v", replicas=2, server_names=["e"]).layout.segments
+    assert segment.backup != "f"
+    failed = daemons.memory_server(daemon.address, "h", "--host-name", "a/b")
+    assert failed.wait() == 1
+    assert '"a/b" cannot name a host' in failed.log.read_text()
+
+
+def _copies_on(coordinator: CoordinatorStub, name: str) -> int:
+    return int(servers(coordinator)[name].segment_count)

@@ -219,9 +219,9 @@ class Lab:
     def issue(self, case: Case) -> Issued:
         chain = [found for name in case.sends.split() if (found := self._by[name]) is not None]
         return issue(
-            self._by[case.by], self._place / f"{next(self._made)}", names=case.names, key=case.key, purposes=case.purposes,
-            usage=case.usage, subject=case.subject, unknown=case.unknown, days=case.days, digest=case.digest,
-            chain=chain,
+            self._by[case.by], self._place / f"{next(self._made)}", names=case.names, key=case.key,
+            purposes=case.purposes, usage=case.usage, subject=case.subject, unknown=case.unknown, days=case.days,
+            digest=case.digest, chain=chain,
         )  # fmt: skip
 
     def credentials(self, case: Case) -> Credentials:

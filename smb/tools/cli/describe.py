@@ -102,6 +102,8 @@ def server_json(server: ServerInfo) -> dict[str, Any]:
         "last_seen": server.last_seen,
         "metrics": server.metrics,
         "weight": server.weight,
+        "zone": server.zone,
+        "host_name": server.host_name,
         "draining": server.draining,
         "unheard": server.unheard,
         "overdue": server.overdue,
