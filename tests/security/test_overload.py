@@ -1,18 +1,15 @@
 """One client with the weakest certificate asks for as much as it can: servers keep their leases, and others are served.
 
-The long form floods for half a minute, in which a lease of 6 s that is not renewed would end several times.
+The long form floods for half a minute, in which a lease of 6 s that is not renewed would end several times, also with
+calls that are much work.
 """
 
 from __future__ import annotations
 
 import os
-import signal
 import socket
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import grpc
@@ -25,46 +22,17 @@ from smb.rpc import control_pb2 as pb
 from smb.rpc.control_pb2_grpc import CoordinatorStub
 from smb.rpc.coordinator_client import BUSY, OUTCOME
 from smb.security.credentials import COORDINATOR_NAME, channel, load_directory
+from tests.support.daemons import stopped
+from tests.support.floods import flooded
 
-FLOOD_S = 30.0 if os.environ.get("SMB_LONG") else 4.0
-# Keeps very many small calls in flight, over several connections.
-_READER = """
-import sys, threading
-from smb.rpc import control_pb2 as pb
-from smb.rpc.control_pb2_grpc import CoordinatorStub
-from smb.security.credentials import COORDINATOR_NAME, channel, load_directory
-address, credentials = sys.argv[1], load_directory(sys.argv[2])
-def flood():
-    room = threading.Semaphore(2000)
-    stub = CoordinatorStub(channel(address, COORDINATOR_NAME, credentials))
-    while True:
-        room.acquire()
-        stub.ListServers.future(pb.ListServersRequest(), timeout=30).add_done_callback(lambda _: room.release())
-for _ in range(4):
-    threading.Thread(target=flood, daemon=True).start()
-print("begun", flush=True)
-sys.stdin.read()
-"""
+LONG = bool(os.environ.get("SMB_LONG"))
+FLOOD_S = 30.0 if LONG else 4.0
 
 
-@contextmanager
-def flooded(address: str, credentials: Path) -> Iterator[None]:
-    """A process of a reader floods the coordinator during the block."""
-    flood = subprocess.Popen(
-        [sys.executable, "-c", _READER, address, str(credentials)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-    )  # fmt: skip
-    try:
-        assert flood.stdout is not None
-        assert flood.stdout.readline() == b"begun\n"
-        yield
-        assert flood.poll() is None
-    finally:
-        flood.send_signal(signal.SIGKILL)
-        flood.communicate()
-
-
-def test_renewals_are_answered_beside_thousands_of_calls(guarded: smb.LocalCluster, certificates: Path) -> None:
+@pytest.mark.parametrize("everything", [False, True] if LONG else [False])
+def test_renewals_are_answered_beside_thousands_of_calls(
+    guarded: smb.LocalCluster, certificates: Path, everything: bool
+) -> None:
     """A memory server's renewals have a port of their own, so they do not queue behind a reader's calls. A reader is
     refused there."""
     host, port = guarded.address.split(":")
@@ -86,7 +54,10 @@ def test_renewals_are_answered_beside_thousands_of_calls(guarded: smb.LocalClust
     # An operator is admitted there, and so gets through while others flood the port for all.
     with smb.connect(own, credentials=certificates / "operator", timeout=60) as operator:
         assert {server.name for server in operator.servers()} >= {"server-0", "server-1"}
-    with channel(own, COORDINATOR_NAME, servers) as ours, flooded(guarded.address, certificates / "reader"):
+    with (
+        channel(own, COORDINATOR_NAME, servers) as ours,
+        flooded(guarded.address, certificates / "reader", everything=everything),
+    ):
         stub = CoordinatorStub(ours)  # type: ignore[no-untyped-call]
         until, slowest_s = time.monotonic() + FLOOD_S, 0.0
         while time.monotonic() < until:
@@ -102,29 +73,31 @@ def test_renewals_are_answered_beside_thousands_of_calls(guarded: smb.LocalClust
 def test_a_certificate_with_many_calls_in_progress_is_refused_more(
     guarded: smb.LocalCluster, certificates: Path
 ) -> None:
-    """Each of these calls waits for its turn in another thread. Sessions of the same certificate are renewed meanwhile,
-    operators are answered, and the library tries a refused call again."""
-    reader = load_directory(certificates / "reader")
-    with channel(guarded.address, COORDINATOR_NAME, reader) as way:
+    """These calls wait for a creation at a memory server that stands still. Sessions of the same certificate renew
+    meanwhile, operators are answered, and the library tries a refused call again until it is answered.
+    """
+    client = load_directory(certificates / "client")
+    with channel(guarded.address, COORDINATOR_NAME, client) as way:
         stub = CoordinatorStub(way)  # type: ignore[no-untyped-call]
         session = stub.OpenSession(pb.OpenSessionRequest(client_name="many"), timeout=20)
-        os.kill(guarded.coordinator.pid, signal.SIGSTOP)  # so that all are there at once
-        asked = [stub.Overview.future(pb.OverviewRequest(), timeout=120) for _ in range(3 * CALLS_PER_CERTIFICATE_MAX)]
-        os.kill(guarded.coordinator.pid, signal.SIGCONT)
-        renewal = pb.RenewSessionRequest(session_id=session.session_id, session_secret=session.session_secret)
-        stub.RenewSession(renewal, timeout=20)
-        assert _alive(guarded.address, certificates / "operator") >= {"server-0", "server-1"}
-        with smb.connect(guarded.address, credentials=certificates / "reader", timeout=60) as client:
-            assert client.list() == []
-        failed = [error for error in (each.exception() for each in asked) if error is not None]
-        stub.CloseSession(
-            pb.CloseSessionRequest(session_id=session.session_id, session_secret=session.session_secret), timeout=20
-        )
-    assert 0 < len(failed) < len(asked)
-    for error in failed:
-        assert error.code() is grpc.StatusCode.UNAVAILABLE
-        assert dict(error.trailing_metadata()).items() >= {BUSY: "1", OUTCOME: "not applied"}.items()
-        assert "in progress already" in error.details()
+        made = pb.CreateBufferRequest(name="slow", shape=[4], dtype="float32", exist_ok=True)
+        made.server_names.append("server-1")
+        with stopped(guarded.servers[1].pid):
+            asked = [stub.CreateBuffer.future(made, timeout=60) for _ in range(2 * CALLS_PER_CERTIFICATE_MAX)]
+            renewal = pb.RenewSessionRequest(session_id=session.session_id, session_secret=session.session_secret)
+            stub.RenewSession(renewal, timeout=20)
+            assert _alive(guarded.address, certificates / "operator") >= {"server-0", "server-1"}
+            refused = asked[-1].exception()
+            assert refused.code() is grpc.StatusCode.UNAVAILABLE
+            assert dict(refused.trailing_metadata()).items() >= {BUSY: "1", OUTCOME: "not applied"}.items()
+            assert "in progress already; nothing was changed" in refused.details()
+        with smb.connect(guarded.address, credentials=certificates / "client", timeout=60) as owner:
+            assert owner.create("slow", 4, exist_ok=True).shape == (4,)
+            owner.delete("slow")
+        answered = sum(each.exception() is None for each in asked)
+        ending = pb.CloseSessionRequest(session_id=session.session_id, session_secret=session.session_secret)
+        stub.CloseSession(ending, timeout=20)
+    assert answered <= CALLS_PER_CERTIFICATE_MAX
 
 
 def _alive(address: str, credentials: Path) -> set[str]:

@@ -1,0 +1,57 @@
+"""A client with the weakest certificate that asks a coordinator for as much as it can."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+# Keeps very many calls in flight, over several connections: small ones, or also those that are much work.
+_READER = """
+import itertools, sys, threading
+from smb.rpc import control_pb2 as pb
+from smb.rpc.control_pb2_grpc import CoordinatorStub
+from smb.security.credentials import COORDINATOR_NAME, channel, load_directory
+address, credentials, everything = sys.argv[1], load_directory(sys.argv[2]), sys.argv[3] == "everything"
+def flood():
+    room = threading.Semaphore(2000)
+    stub = CoordinatorStub(channel(address, COORDINATOR_NAME, credentials))
+    calls = [(stub.ListServers, lambda _: pb.ListServersRequest())]
+    if everything:
+        reports = [pb.TrainingReport(name=f"none-{number}", slot=number, clock=1) for number in range(16)]
+        calls += [
+            (stub.ListBuffers, lambda number: pb.ListBuffersRequest(after=str(number))),
+            (stub.Overview, lambda _: pb.OverviewRequest()),
+            (stub.OpenSession, lambda _: pb.OpenSessionRequest(client_name="flood")),
+            (stub.RenewSession, lambda number: pb.RenewSessionRequest(session_id=number + 1, trainings=reports)),
+            (stub.OpenBuffer, lambda number: pb.OpenBufferRequest(name=f"none-{number}", timeout_ms=5000)),
+            (stub.Leader, lambda _: pb.LeaderRequest()),
+        ]
+    for number, (call, request) in enumerate(itertools.cycle(calls)):
+        room.acquire()
+        call.future(request(number), timeout=30).add_done_callback(lambda _: room.release())
+for _ in range(4):
+    threading.Thread(target=flood, daemon=True).start()
+print("begun", flush=True)
+sys.stdin.read()
+"""
+
+
+@contextmanager
+def flooded(address: str, credentials: Path, *, everything: bool = False) -> Iterator[None]:
+    """A process of a reader floods the coordinator during the block: with small calls, or with `everything`."""
+    flood = subprocess.Popen(
+        [sys.executable, "-c", _READER, address, str(credentials), "everything" if everything else "little"],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    try:
+        assert flood.stdout is not None
+        assert flood.stdout.readline() == b"begun\n"
+        yield
+        assert flood.poll() is None
+    finally:
+        flood.send_signal(signal.SIGKILL)
+        flood.communicate()
