@@ -147,7 +147,7 @@ def copy_buffer(
     copies = _copies(target, new_name, replace, replicas, least)
     if source is target and buffer.versions == 1:
         try:
-            made = _beside(source, buffer, private_name(new_name), copies)
+            made = beside(source, buffer, private_name(new_name), copies)
         except _NO_COPY as error:
             if error.outcome != NOT_APPLIED:
                 raise
@@ -231,6 +231,22 @@ def _sums_beside(path: Path) -> Sums | None:
 
 def _count(source: Reads) -> int:
     return -(-source.nbytes // BLOCK_BYTES)
+
+
+def write_still(still: Buffer, path: Path) -> None:
+    """Write the bytes of a buffer that nobody changes into a file, with its checksums."""
+    view = view_of(Form.RAW, still.dtype, still.shape, None, {})
+    assert view is not None
+    _into_file(Live(still, view), secrets.token_hex(), path.with_name(path.name + ".part"), path, lambda *_: None)
+
+
+def checked_blocks(path: Path) -> Iterator[tuple[int, Octets]]:
+    """Yield (offset, bytes) of each block of a file, once each agrees with FILE.crc32c. Raises Error and OSError."""
+    with LocalFile(path) as source:
+        sums = Sums.of_file(sums_path(path))
+        if (sums.nbytes, len(sums.blocks)) != (source.nbytes, _count(source)):
+            raise Error(f"{path} has {source.nbytes} bytes, but {sums_path(path).name} is for {sums.nbytes}")
+        yield from _blocks(_Checked(source, sums.blocks, str(path)))
 
 
 def _blocks(source: Reads, first: int = 0) -> Iterator[tuple[int, Octets]]:
@@ -344,12 +360,12 @@ def _still(client: Client, buffer: Buffer, part: Path, *, lock: bool) -> Buffer:
             pass
     client.delete(name, missing_ok=True)
     if not lock:
-        return _beside(client, buffer, name, 1)
+        return beside(client, buffer, name, 1)
     with buffer.lock():
-        return _beside(client, buffer, name, 1)
+        return beside(client, buffer, name, 1)
 
 
-def _beside(client: Client, buffer: Buffer, name: str, replicas: int) -> Buffer:
+def beside(client: Client, buffer: Buffer, name: str, replicas: int) -> Buffer:
     """Let the servers copy a buffer."""
     making = f"{name}-making"
     client.delete(making, missing_ok=True)

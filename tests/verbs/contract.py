@@ -82,6 +82,7 @@ LEFT_OUT = {
     "fault/test_train_hosts.py": _TWO_COPIES,
     "fault/test_train_kills.py": _TRAINING,
     "fault/test_untorn_reads.py": "tests/verbs/test_over_devices.py has it for one-sided reads",
+    "files/test_backups.py": _ELSEWHERE,
     "files/test_copying.py": _ELSEWHERE,
     "files/test_fsspec.py": _ELSEWHERE,
     "files/test_generations.py": _ELSEWHERE,

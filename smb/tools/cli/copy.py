@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -29,8 +29,19 @@ Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar.")]
 
 
 def snapshot(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="The buffer.")],
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="FILE.npy, FILE.safetensors, or any other: bytes.")],
+    name: Annotated[str | None, typer.Argument(metavar="NAME", help="The buffer.")] = None,
+    file: Annotated[
+        Path | None, typer.Argument(metavar="FILE", help="FILE.npy, FILE.safetensors, or any other: bytes.")
+    ] = None,
+    everything: Annotated[
+        Path | None, typer.Option("--all", metavar="DIR", help="All buffers and trainings, into a new directory.")
+    ] = None,
+    together: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--together", metavar="NAME,NAME", help="With --all: buffers of one moment, under their locks. Repeatable."
+        ),
+    ] = None,
     lock: Annotated[bool, typer.Option("--lock", help="Take the copy under the buffer's lock.")] = False,
     quiet: Quiet = False,
     coordinator: Coordinator = None,
@@ -38,11 +49,19 @@ def snapshot(
     """Write a buffer into a file, while others go on.
 
     FILE appears when it is whole, with its checksums in FILE.crc32c. Called again after it was interrupted, it goes on.
+    With --all, DIR has the whole cluster: smb restore --all DIR makes it again.
 
     Example: smb snapshot weights weights.npy
     """
     from smb.files import copying
 
+    if everything is not None:
+        if name is not None or lock:
+            raise typer.BadParameter("--all takes DIR alone, and --together for locks")
+        _snapshot_all(everything, [words.split(",") for words in together or ()], quiet, coordinator)
+        return
+    if name is None or file is None or together:
+        raise typer.BadParameter("give NAME and FILE, or --all DIR")
     with connect(coordinator) as client, _progress(f"{name} -> {file}", quiet) as progress:
         if "smb.train" in client.open(name).metadata:
             raise Error(
@@ -52,9 +71,61 @@ def snapshot(
         copying.snapshot(client, name, file, lock=lock, progress=progress)
 
 
+def _snapshot_all(directory: Path, together: list[list[str]], quiet: bool, coordinator: str | None) -> None:
+    import smb.train
+    from smb.files import backups
+    from smb.tools.cli.train import groups_in
+
+    with connect(coordinator) as client, backups.Backup(client, directory) as backup:
+        infos = backups.kept(client.list())
+        trainings = groups_in(info.name for info in infos)
+        for training in trainings:
+            file = backup.path("training")
+            number = smb.train.save(client, training, file)
+            backup.add_training(training, file)
+            _say(quiet, f"training {training}: round {number}")
+        others = [
+            info
+            for info in infos
+            if not any(info.name == each or info.name.startswith(f"{each}/") for each in trainings)
+        ]
+        backup.add(others, together=together, say=lambda line: _say(quiet, line))
+    console().print(f"{len(backup.entries)} buffers and trainings: {directory}")
+
+
+def _restore_all(directory: Path, replace: bool, quiet: bool, coordinator: str | None) -> None:
+    import smb.train
+    from smb.files import backups
+
+    entries = backups.read_manifest(directory)
+    trainings = [entry for entry in entries if entry.kind == "training"]
+    with connect(coordinator) as client:
+        if not replace:
+            backups.check_free(client, entries)
+        buffers = [entry for entry in entries if entry.kind == "buffer"]
+        backups.restore(client, directory, buffers, replace=replace, say=lambda line: _say(quiet, line))
+        for entry in trainings:
+            if replace:
+                with suppress(NotFoundError):
+                    smb.train.delete(client, entry.name)
+            number = smb.train.load(client, entry.name, directory / entry.file)
+            _say(quiet, f"training {entry.name}: round {number}")
+    console().print(f"{len(entries)} buffers and trainings, from {directory}")
+
+
+def _say(quiet: bool, line: str) -> None:
+    if not quiet:
+        console(stderr=True).print(line)
+
+
 def restore(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="A file that snapshot wrote, or any other.")],
-    name: Annotated[str, typer.Argument(metavar="NAME", help="The buffer to be made.")],
+    file: Annotated[
+        Path | None, typer.Argument(metavar="FILE", help="A file that snapshot wrote, or any other.")
+    ] = None,
+    name: Annotated[str | None, typer.Argument(metavar="NAME", help="The buffer to be made.")] = None,
+    everything: Annotated[
+        Path | None, typer.Option("--all", metavar="DIR", help="All that smb snapshot --all wrote there.")
+    ] = None,
     replace: Replace = False,
     replicas: Replicas = None,
     quiet: Quiet = False,
@@ -64,11 +135,19 @@ def restore(
 
     A .npy becomes an array, a .safetensors named tensors. The file is checked against FILE.crc32c where there is one.
     The buffer appears when it is whole. Called again after it was interrupted, it goes on.
+    With --all, buffers that exist are replaced only with --replace.
 
     Example: smb restore weights.npy weights
     """
     from smb.files import copying
 
+    if everything is not None:
+        if file is not None or replicas is not None:
+            raise typer.BadParameter("--all takes DIR, and --replace")
+        _restore_all(everything, replace, quiet, coordinator)
+        return
+    if file is None or name is None:
+        raise typer.BadParameter("give FILE and NAME, or --all DIR")
     _check_file(file)
     with connect(coordinator) as client, _progress(f"{file} -> {name}", quiet) as progress:
         copying.restore(client, file, name, replace=replace, replicas=replicas, progress=progress)

@@ -64,6 +64,22 @@ def test_kustomize_builds_what_the_api_takes(folder: str) -> None:
     assert kinds == of_the_cluster | {"ConfigMap", "NetworkPolicy", "PodDisruptionBudget", "Service", "StatefulSet"}
 
 
+def test_a_cron_job_makes_backups() -> None:
+    """Its objects pass the API's schemas. Its pod may call the cluster, and writes to its volume alone."""
+    for each in built("backup"):
+        kubernetes_validate.validate(each, API, strict=True)
+        assert each["metadata"]["namespace"] == "smb"
+    template = one("CronJob", "smb-backup", "backup")["spec"]["jobTemplate"]["spec"]["template"]
+    assert template["metadata"]["labels"]["smb.access/client"] == "true"
+    (container,) = template["spec"]["containers"]
+    assert container["securityContext"]["readOnlyRootFilesystem"] is True
+    assert container["image"].startswith("registry.example/")
+    assert 'smb snapshot --quiet --all "/backups/' in container["command"][-1]
+    assert {each["name"] for each in container["env"]} <= {setting.variable for setting in SETTINGS.values()}
+    (claim,) = (each for each in template["spec"]["volumes"] if each["name"] == "backups")
+    assert one("PersistentVolumeClaim", claim["persistentVolumeClaim"]["claimName"], "backup")
+
+
 def test_what_the_api_refuses_is_seen() -> None:
     """The schemas know a misspelt field and a wrong type."""
     wrong = yaml.safe_load(yaml.safe_dump(one("StatefulSet", "smb-memserver")))

@@ -71,6 +71,33 @@ def test_units_are_sound_and_sandboxed(tmp_path: Path, unit: str) -> None:
     assert exposed(bad)
 
 
+@analyze
+def test_the_backups_units_are_sound(tmp_path: Path) -> None:
+    """The timer starts the service; both are as systemd reads them, and the service is in a sandbox. Its shell runs the
+    command that there is.
+    """
+    service, timer = (installed(f"smb-backup.{kind}", tmp_path) for kind in ("service", "timer"))
+    for file in (service, timer):
+        command = ["systemd-analyze", "verify", "--man=no", "--recursive-errors=no", str(file)]
+        run = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert (run.returncode, run.stderr) == (0, "")
+    command = ["systemd-analyze", "security", "--offline=yes", f"--threshold={EXPOSURE_MAX}", str(service)]
+    assert subprocess.run(command, capture_output=True, timeout=60).returncode == 0
+    calendar = re.findall(r"^OnCalendar=(.*)$", timer.read_text(), re.MULTILINE)
+    assert subprocess.run(["systemd-analyze", "calendar", *calendar], capture_output=True, timeout=60).returncode == 0
+    (line,) = re.findall(r"^ExecStart=(.*)$", service.read_text(), re.MULTILINE)
+    shell, option, script = shlex.split(line.replace("%%", "%"))
+    script = script.replace("--config /etc/smb/smb.toml", "").replace("/var/backups/smb", str(tmp_path / "kept"))
+    (tmp_path / "kept").mkdir()
+    with smb.LocalCluster(servers=1, capacity="16MiB") as cluster, smb.connect(cluster.address) as client:
+        client.create("w", 10).fill(7)
+        environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), "SMB_COORDINATOR": cluster.address}
+        subprocess.run([shell, option, script], env=environment, check=True, timeout=60, cwd=ROOT)
+        (made,) = (tmp_path / "kept").iterdir()
+        assert re.fullmatch(r"\d{8}T\d{6}Z", made.name)
+        assert (made / "backup.json").exists()
+
+
 class Unit:
     """What systemd would do with a unit, as far as it concerns start, credentials and notification."""
 

@@ -1,0 +1,145 @@
+"""smb snapshot --all and smb restore --all: a whole cluster into a directory, and into another cluster."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import smb
+import smb.train
+from smb.files import backups
+from tests.support.commands import run_smb
+
+COUNT = 100_003
+
+
+@pytest.fixture(scope="module")
+def other() -> Iterator[smb.LocalCluster]:
+    """A cluster into which backups are restored."""
+    with smb.LocalCluster(servers=2, capacity="64MiB") as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[smb.LocalCluster]:
+    with smb.LocalCluster(servers=2, capacity="64MiB") as made:
+        yield made
+
+
+def run(*words: str, at: smb.LocalCluster, fails: bool = False) -> str:
+    """Run the command; return what it says."""
+    done = run_smb(*words, coordinator=at.address)
+    assert (done.returncode != 0) == fails, done.stderr
+    return done.stdout + done.stderr
+
+
+def fill(client: smb.Client) -> dict[str, np.ndarray]:
+    """Make one buffer of each kind; return the values."""
+    rng = np.random.default_rng(7)
+    values = {
+        "team/weights": rng.random((11, COUNT // 11), dtype=np.float32),
+        "counts": rng.integers(0, 1 << 40, COUNT),
+        "bytes": rng.integers(0, 255, 3, dtype=np.uint8),
+        "policy": rng.random(1000, dtype=np.float32),
+    }
+    client.create(
+        "team/weights", values["team/weights"].shape, replicas=2, wire="bfloat16", metadata={"step": 7}
+    ).write(values["team/weights"], wire="exact")
+    client.create("team/state", state_of="team/weights").write(values["team/weights"] * 2, wire="exact")
+    client.create("counts", COUNT, "int64").write(values["counts"])
+    client.create("bytes", 3, "uint8").write(values["bytes"])
+    published = client.create("policy", 1000, versions=3)
+    for number in range(4):
+        published.publish(values["policy"] * number)
+    client.create("never", 10, versions=2)
+    client.create("named", tensors={"w": ((10, 20), "float32"), "b": ((10,), "float32")}).tensor("b").write(
+        np.arange(10, dtype=np.float32)
+    )
+    client.create("none", (0, 3))
+    worker = smb.train.join(client, "run", np.zeros(100, np.float32), smb.train.DiLoCo(every=1))
+    with worker:
+        worker.step()
+    return values
+
+
+def check(client: smb.Client, values: dict[str, np.ndarray]) -> None:
+    """All of it is there, with its form."""
+    weights, state = client.open("team/weights"), client.open("team/state")
+    for name in ("team/weights", "counts", "bytes"):
+        np.testing.assert_array_equal(client.open(name).read(wire="exact"), values[name])
+    np.testing.assert_array_equal(state.read(wire="exact"), values["team/weights"] * 2)
+    assert (weights.info.replicas, weights.wire, weights.metadata) == (2, "bfloat16", {"step": 7})
+    assert state.info.moves_with(weights.info)
+    policy = client.open("policy")
+    assert policy.versions == 3
+    np.testing.assert_array_equal(policy.read(), values["policy"] * 3)
+    never = client.open("never")
+    assert (never.versions, never.version) == (2, 0)
+    np.testing.assert_array_equal(client.open("named").tensor("b").read(), np.arange(10))
+    assert client.open("none").shape == (0, 3)
+    status = smb.train.status(client, "run")
+    assert (status.scheme, status.round) == ("diloco", 1)
+
+
+def test_a_cluster_is_saved_and_made_again(cluster: smb.LocalCluster, other: smb.LocalCluster, tmp_path: Path) -> None:
+    """Values, shapes, dtypes, copies, metadata, tensors, and published states as a whole. What exists is not replaced
+    unless that is asked for.
+    """
+    backup = tmp_path / "monday"
+    with smb.connect(cluster.address) as client, smb.connect(other.address) as there:
+        values = fill(client)
+        run("snapshot", "--all", str(backup), "--together", "counts,bytes", at=cluster)
+        assert not list(tmp_path.glob("*.part"))
+        assert not any(".smb-files" in info.name for info in client.list())
+        entries = {entry["name"]: entry for entry in json.loads((backup / "backup.json").read_text())["buffers"]}
+        assert entries["policy"]["generation"] == 4
+        again = run("snapshot", "--all", str(backup), at=cluster, fails=True)
+        assert "exists; give each backup a directory of its own" in again
+        run("restore", "--all", str(backup), at=other)
+        check(there, values)
+        there.open("counts").fill(0)
+        refused = run("restore", "--all", str(backup), at=other, fails=True)
+        assert "these buffers exist: bytes, counts, named" in refused
+        assert not there.open("counts").read().any()
+        run("restore", "--all", str(backup), "--replace", at=other)
+        check(there, values)
+        smb.train.delete(there, "run")
+        for info in there.list():
+            there.delete(info.name)
+        (backup / entries["counts"]["file"]).write_bytes(bytes(8 * COUNT))
+        spoilt = run("restore", "--all", str(backup), at=other, fails=True)
+        assert "wrong CRC-32C" in spoilt
+        assert there.list() == []
+
+
+def test_names_that_are_not_there_and_published_ones_are_refused(cluster: smb.LocalCluster, tmp_path: Path) -> None:
+    """Nothing appears then, and an interrupted backup's directory is used again, but no other one."""
+    with smb.connect(cluster.address) as client:
+        client.create("state", 10, versions=2)
+        for names, told in (("nothing,state", "there is no buffer 'nothing'"), ("state", "published by generations")):
+            refused = run("snapshot", "--all", str(tmp_path / "b"), "--together", names, at=cluster, fails=True)
+            assert told in refused
+            assert not (tmp_path / "b").exists()
+        (tmp_path / "b.part/kept").write_text("of somebody else")
+        refused = run("snapshot", "--all", str(tmp_path / "b"), at=cluster, fails=True)
+        assert "kept is not of a backup" in refused
+        client.delete("state")
+    assert (tmp_path / "b.part/kept").read_text() == "of somebody else"
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", '{"format": 2, "buffers": []}', '{"format": 1, "buffers": [{"name": "w"}]}']
+)
+def test_what_is_no_backup_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "backup.json").write_text(text)
+    with pytest.raises(smb.InvalidArgumentError, match="is not of a backup"):
+        backups.read_manifest(tmp_path)
+    (tmp_path / "backup.json").write_text(
+        '{"format": 1, "buffers": [{"name": "w", "file": "../../etc/passwd", "shape": []}]}'
+    )
+    with pytest.raises(smb.InvalidArgumentError, match="is not of a backup"):
+        backups.read_manifest(tmp_path)
