@@ -391,7 +391,9 @@ class Engine:
     def _is_broken(self, pipe: Pipe) -> None:
         bundle = self._fed.pop(pipe, None)
         if bundle is not None and bundle.pipe is pipe:
-            bundle.pipe, bundle.dialled, bundle.broken_at = None, False, self._loop.time()
+            bundle.pipe, bundle.dialled = None, False
+            if bundle.broken_at is None:  # a backup that refuses each connection has been away since the first of them
+                bundle.broken_at = self._loop.time()
             self.changed.set()
 
     def _receive(self, pipe: Pipe, message: tuple[Any, ...]) -> None:
