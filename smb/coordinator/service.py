@@ -447,6 +447,8 @@ class CoordinatorService(CoordinatorServicer):
         )
 
     async def Maintain(self, request: pb.MaintainRequest, context: Context) -> pb.MaintainReply:
+        what = "end" if request.end else f"for {request.for_ms / 1000:g} s"
+        audited("maintenance", f"{request.name or 'all servers'}, {what}")
         _check_unlimited("Maintain")
         if request.all == bool(request.name):
             raise InvalidArgumentError("maintenance: name one memory server, or ask for all of them")
