@@ -92,7 +92,10 @@ class Backup:
     def __exit__(self, failed: type[BaseException] | None, *_: object) -> None:
         if failed is None:
             text = {"format": FORMAT, "buffers": [asdict(entry) for entry in self.entries]}
-            (self._part / MANIFEST).write_text(json.dumps(text, indent=1))
+            with (self._part / MANIFEST).open("w") as file:
+                file.write(json.dumps(text, indent=1))
+                file.flush()
+                os.fsync(file.fileno())
             self._part.rename(self._directory)
 
     def path(self, kind: str) -> Path:
@@ -183,13 +186,16 @@ def read_manifest(directory: Path) -> list[Entry]:
     return entries
 
 
-def check_free(client: Client, entries: Sequence[Entry]) -> None:
-    """Raise AlreadyExistsError if the cluster has a buffer that the backup has, too."""
+def check_free(client: Client, entries: Sequence[Entry], *, replace: bool) -> None:
+    """Raise AlreadyExistsError if the cluster has something that the backup has, too. With `replace` only trainings
+    count, since a training cannot take the place of another one in one step.
+    """
     there = {info.name for info in client.list()}
-    taken = sorted(entry.name for entry in entries if entry.name in there)
+    taken = sorted(entry.name for entry in entries if entry.name in there and (not replace or entry.kind == "training"))
     if taken:
         shown = ", ".join(taken[:8]) + (f" and {len(taken) - 8} more" if len(taken) > 8 else "")
-        raise AlreadyExistsError(f"these buffers exist: {shown}; nothing was restored. Replace them with --replace")
+        advice = "delete these trainings first: smb train rm" if replace else "replace buffers with --replace"
+        raise AlreadyExistsError(f"these exist: {shown}; nothing was restored; {advice}")
 
 
 def restore(

@@ -103,8 +103,12 @@ def test_a_cluster_is_saved_and_made_again(cluster: smb.LocalCluster, other: smb
         check(there, values)
         there.open("counts").fill(0)
         refused = run("restore", "--all", str(backup), at=other, fails=True)
-        assert "these buffers exist: bytes, counts, named" in refused
+        assert "these exist: bytes, counts, named" in refused
         assert not there.open("counts").read().any()
+        refused = run("restore", "--all", str(backup), "--replace", at=other, fails=True)
+        assert "these exist: run; nothing was restored; delete these trainings first" in refused
+        assert not there.open("counts").read().any()
+        smb.train.delete(there, "run")
         run("restore", "--all", str(backup), "--replace", at=other)
         check(there, values)
         smb.train.delete(there, "run")

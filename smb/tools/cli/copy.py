@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -100,14 +100,10 @@ def _restore_all(directory: Path, replace: bool, quiet: bool, coordinator: str |
     entries = backups.read_manifest(directory)
     trainings = [entry for entry in entries if entry.kind == "training"]
     with connect(coordinator) as client:
-        if not replace:
-            backups.check_free(client, entries)
+        backups.check_free(client, entries, replace=replace)
         buffers = [entry for entry in entries if entry.kind == "buffer"]
         backups.restore(client, directory, buffers, replace=replace, say=lambda line: _say(quiet, line))
         for entry in trainings:
-            if replace:
-                with suppress(NotFoundError):
-                    smb.train.delete(client, entry.name)
             number = smb.train.load(client, entry.name, directory / entry.file)
             _say(quiet, f"training {entry.name}: round {number}")
     console().print(f"{len(entries)} buffers and trainings, from {directory}")
@@ -135,7 +131,7 @@ def restore(
 
     A .npy becomes an array, a .safetensors named tensors. The file is checked against FILE.crc32c where there is one.
     The buffer appears when it is whole. Called again after it was interrupted, it goes on.
-    With --all, buffers that exist are replaced only with --replace.
+    With --all, buffers that exist are replaced only with --replace; delete a training first.
 
     Example: smb restore weights.npy weights
     """
