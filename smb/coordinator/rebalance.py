@@ -103,7 +103,7 @@ class _Moving:
         for copies in self.held.values():
             for copy in copies:
                 of_buffer.setdefault(copy.record.key, []).append(copy)
-        several = [record for record in self.records if len(of_buffer.get(record.key, ())) > 1]
+        several = [each for each in self.records if len(each.segments) > 1 and each.key in of_buffer]
         for record in sorted(several, key=lambda each: (-busy(each), each.key)):
             copies, counts = of_buffer[record.key], self.counts[record.key]
             while True:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 from collections import Counter
 from dataclasses import replace
 
@@ -217,3 +219,40 @@ def test_stripes_of_a_buffer_are_spread_over_the_servers() -> None:
         held[move.target] += 1
     assert set(held.values()) == {2}
     assert len({move.segment_id for move in moves}) == len(moves) == 4
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_plans_come_to_an_end(seed: int) -> None:
+    """One after the other, each carried out: no two steps undo each other, whatever weights, zones and traffic are."""
+    rng = random.Random(seed)
+    names, numbers = "abcdef"[: rng.randint(3, 6)], itertools.count(1)
+    records = []
+    for at in range(1, rng.randint(2, 9)):
+        size, pairs = rng.randint(1, 20), [rng.sample(names, 2) for _ in range(rng.randint(1, 8))]
+        segments = tuple(SegmentRecord(next(numbers), pair[0], size, size, pair[1], 1) for pair in pairs)
+        records.append(replace(_record("a", "b", 1, at), segments=segments))
+    capacity = {name: rng.choice((600, 1000, 2000)) for name in names}
+    traffic = {each: rng.choice((0.0, 0.0, 10.0, 1000.0)) for each in range(1, next(numbers))}
+    zones = {name: rng.choice("xy") for name in names if seed % 2}
+    weights = {name: rng.choice((1.0, 1.0, 2.0)) for name in names if seed % 3}
+    for _ in range(10):
+        used = Counter[str]()
+        for copy in (copy for record in records for copy in record.copies):
+            used[copy.server] += copy.file_bytes
+        free = {name: capacity[name] - used[name] for name in names}
+        pool = Pool(free, weights=weights, hosts={name: name for name in names}, zones=zones)
+        moves = {move.segment_id: move for move in plan(records, pool, capacity, traffic=traffic if seed % 5 else {})}
+        if not moves:
+            return
+        for at, record in enumerate(records):
+            records[at] = replace(record, segments=tuple(_moved(each, moves.get(each.id)) for each in record.segments))
+    raise AssertionError(f"seed {seed}: {moves}")
+
+
+def _moved(segment: SegmentRecord, move: Move | None) -> SegmentRecord:
+    if move is None:
+        return segment
+    if move.switches:
+        return replace(segment, server=segment.backup, backup=segment.server)
+    stays = segment.backup if move.leaving == segment.server else segment.server
+    return replace(segment, server=stays, backup=move.target)
