@@ -64,6 +64,7 @@ _SERVER_LEASE = "lease/server"  # the key of how long servers' leases run, if it
 _CREATIONS = (BufferWanted, BufferMade)
 # What follows a failure of the store differs for each of these (`_put`).
 _STORED_ALONE = (Restarted, BufferFailed)
+_TOGETHER_MAX = 256  # events that are stored together: those without changes are not bounded by the store
 _TOGETHER_BYTES = 1 << 20  # of the changes that are stored together: etcd takes 1.5 MB
 _SAID_AGAIN_S = 600.0  # between two log lines about the same failure of the store
 HELD_UP_S = 1.0  # without a sign that this process runs, or for one change of the store
@@ -213,7 +214,7 @@ class CommitLog:
                 self._waiting.popleft()
             while self._waiting and self._waiting[0].result.done():
                 self._waiting.popleft()
-            each = self._waiting[0] if self._waiting else None
+            each = self._waiting[0] if self._waiting and len(together) < _TOGETHER_MAX else None
         return together
 
     async def _stored_together(self, together: Sequence[_Waiting]) -> bool:

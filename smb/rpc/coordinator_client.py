@@ -356,6 +356,10 @@ class Coordinator:
                 elif stood_by and stood_by[0] is peer and _had_no_time(error) and failure.outcome == errors.NOT_APPLIED:
                     # Asked again just before the timeout, it had no time to name the leader once more.
                     failure, may_repeat = stood_by[1], False
+                elif error.code() is grpc.StatusCode.CANCELLED and not answered and not self._peers.closed:
+                    # It is there, also if it never answered before, and stops, or gRPC there has no place for more
+                    # calls. If nothing is there any more, patience begins now.
+                    failed_at, may_repeat = 0.0, _is_repeatable(request)
                 else:
                     may_repeat = (
                         repeatable and error.code() in _CUT_OFF and not self._peers.closed and ANSWERED not in trailers
@@ -414,10 +418,12 @@ class Coordinator:
             return errors.TimeoutError(
                 f"the coordinator at {self.address} did not answer within {timeout:g} s; check that it runs"
             )
-        if code is grpc.StatusCode.CANCELLED:  # by a coordinator that stops, or because the channel was closed
+        if code is grpc.StatusCode.CANCELLED:  # by a coordinator that stops or is overloaded, or the channel was closed
             if self._peers.closed:
                 return errors.UnavailableError("the client was closed meanwhile; call smb.connect again")
-            return errors.UnavailableError(f"the coordinator at {self.address} stopped before it answered; try again")
+            return errors.UnavailableError(
+                f"the coordinator at {self.address} stopped before it answered, or has too many calls; try again"
+            )
         if code is grpc.StatusCode.UNIMPLEMENTED:
             return self._nobody(_NO_COORDINATOR)
         if code in _CLASSES:

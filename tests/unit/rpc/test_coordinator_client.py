@@ -69,3 +69,35 @@ def test_a_busy_coordinator_is_asked_again_until_the_timeout(refusals: int, time
     finally:
         coordinator.close()
         server.stop(None)
+
+
+class _Overloaded(CoordinatorServicer):
+    """Cancels the first calls, as gRPC does for a server whose queue is full, and answers the later ones."""
+
+    left = 3
+
+    def OpenSession(self, request: Any, context: Any) -> pb.OpenSessionReply:  # noqa: N802
+        if self.left > 0:
+            self.left -= 1
+            context.abort(grpc.StatusCode.CANCELLED, "")
+        return pb.OpenSessionReply(session_id=1, lease_ms=1000)
+
+    def RenameBuffer(self, request: Any, context: Any) -> pb.RenameBufferReply:  # noqa: N802
+        context.abort(grpc.StatusCode.CANCELLED, "")
+        return pb.RenameBufferReply()
+
+
+def test_a_first_call_that_finds_no_place_is_repeated() -> None:
+    """The coordinator has not answered this client before. A call that may have been carried out is not repeated."""
+    server = grpc.server(ThreadPoolExecutor(2))
+    add_CoordinatorServicer_to_server(_Overloaded(), server)  # type: ignore[no-untyped-call]
+    coordinator = Coordinator(f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}")
+    server.start()
+    try:
+        with pytest.raises(UnavailableError, match="too many calls") as refused:
+            coordinator.rename_buffer(pb.RenameBufferRequest(name="a", new_name="b"), 60.0)
+        assert refused.value.outcome == "unknown"
+        assert coordinator.open_session("client", 60.0)[0] == 1
+    finally:
+        coordinator.close()
+        server.stop(None)
