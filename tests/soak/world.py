@@ -19,6 +19,7 @@ from tests.support import second_copy
 from tests.support.clocks import Clock
 from tests.support.daemons import Daemon, Daemons, keep_port, stopped, wait_for
 from tests.support.etcd import Coordinators, EtcdCluster
+from tests.support.floods import flooded
 from tests.support.rights import may_filter, may_mount
 
 LASTING = ("a", "b", "c")  # they have the buffers with one copy
@@ -27,7 +28,9 @@ STEP_S = 30  # by which a wall clock jumps, at most: tokens are good for minutes
 WHOLE_S = 60.0  # until all that had one copy has two again
 LEASE_S = 15.0  # of a client's session: its process may wait long for a processor
 FAULT_S = (0.0, 3.0)  # how long one lasts
+FLOOD_S = 15.0  # two leases of a server, and more
 _TABLE = "smbsoak"
+_LOST = 'smb_coordinator_leases_lost_total{of="server"}'
 
 
 def missing_for(fault: str) -> str:
@@ -60,7 +63,7 @@ class World:
         self._left.close()
 
     def _start(self, left: contextlib.ExitStack) -> None:
-        roles = [Holder(Role.COORDINATOR, ""), Holder(Role.CLIENT, ""), Holder(Role.OPERATOR, "")]
+        roles = [Holder(role, "") for role in (Role.COORDINATOR, Role.CLIENT, Role.OPERATOR, Role.READER)]
         make_set(self.credentials, [*roles, *(Holder(Role.SERVER, name) for name in SERVERS)])
         self.disk.mkdir()
         if self._etcd is None and not missing_for("full-disk"):
@@ -112,6 +115,7 @@ class World:
             "stop-server": self._stop_server,
             "kill-coordinator": self._kill_coordinator,
             "stop-coordinator": self._stop_coordinator,
+            "flood": self._flood,
             "cut": self._cut,
             "lose-host": self._lose_host,
             "drain": self._drain,
@@ -166,6 +170,18 @@ class World:
         clock.set(rng.randint(-STEP_S, STEP_S))
         _last(rng)
         clock.set(0)
+
+    def _flood(self, _: random.Random) -> None:
+        """A reader asks for everything at once, for longer than servers' leases run. No lease is lost to that."""
+        leader = self.coordinators.running[self._leader()]
+        # Faults before may cost a server its lease still: first all live.
+        wait_for(lambda: leader.metric("smb_coordinator_servers_alive") == len(SERVERS), "all servers alive", WHOLE_S)
+        lost = leader.metric(_LOST)
+        with flooded(leader.address, self.credentials / "reader", everything=True):
+            time.sleep(FLOOD_S)
+        assert leader.metric(_LOST) == lost, "servers lost their leases while a reader asked for much"
+        with smb.connect(self.address, timeout=WHOLE_S) as client:  # the rest of the flood is refused or answered
+            client.servers()
 
     def _stop_server(self, rng: random.Random) -> None:
         with stopped(self.servers[rng.randrange(len(SERVERS))].pid):
