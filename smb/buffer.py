@@ -995,11 +995,6 @@ class Buffer(Indexed):
             call, self._dispatcher.turns, start, start + elements, changes=changes, priority=priority, window=window
         )
 
-    def _resume(self, session: Session, info: BufferInfo) -> None:
-        table = self._table
-        Buffer.__init__(self, session, info)
-        self._table = table
-
     def _renamed(self, name: str) -> None:
         """Store the name that this client has given the buffer, for messages. Makes no request."""
         self._arguments.info = replace(self._arguments.info, name=name)

@@ -49,7 +49,7 @@ from smb.rpc import control_pb2 as pb
 from smb.rpc.metadata import JSON, encode
 from smb.security.credentials import Credentials, find
 from smb.server_info import QuarantinedInfo, ServerInfo
-from smb.spi import note_name, resume
+from smb.spi import note_name
 from smb.tensors import METADATA_KEY, TensorTable
 from smb.transport.base import SegmentLocation
 from smb.transport.choose import MakesRdma, rdma_with
@@ -662,7 +662,7 @@ class Client:
             for buffer in list(self._buffers):
                 with contextlib.suppress(NotFoundError):
                     found = self._coordinator.open_buffer(buffer.name, 0.0, self.timeout, buffer.info.id)
-                    resume(buffer, self._session, BufferInfo.of(found))
+                    Buffer.__init__(buffer, self._session, BufferInfo.of(found))  # as new, for all who have it
             former.close()
 
     def close(self) -> None:

@@ -15,7 +15,6 @@ from smb.rpc.metadata import encode
 from smb.transport.reconnect import connections_for
 
 if TYPE_CHECKING:
-    from smb.buffer_info import BufferInfo
     from smb.call.cluster_session import ClusterSession
     from smb.call.session import Session
     from smb.call.versions import Versions
@@ -31,7 +30,6 @@ __all__ = [
     "is_located",
     "note_name",
     "opened_by",
-    "resume",
     "session_of",
     "versions_of",
 ]
@@ -52,8 +50,6 @@ class Buffer(Protocol):
     _versions: Versions
 
     def _renamed(self, name: str) -> None: ...
-
-    def _resume(self, session: Session, info: BufferInfo) -> None: ...
 
 
 def session_of(client: Client) -> ClusterSession:
@@ -85,14 +81,6 @@ def is_located(client: Client, lock: str) -> bool:
     For trainings, which ask for such locks first while the coordinator is away.
     """
     return client._knows_lock(lock)
-
-
-def resume(buffer: Buffer, session: Session, info: BufferInfo) -> None:
-    """Go on with a buffer in another session of its client. Makes no request.
-
-    For Client.reconnect, which gives all buffers of the client its new session.
-    """
-    buffer._resume(session, info)
 
 
 def note_name(buffer: Buffer, name: str) -> None:

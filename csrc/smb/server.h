@@ -172,11 +172,11 @@ int smb_server_abandon_copy(struct smb_server *server, uint64_t id, uint32_t epo
  * regardless of its lease, until the segment's roles change. As soon as this returns the backup may
  * be promoted. SMB_STALE_EPOCH: this server is not the primary of a pair in that epoch. */
 int smb_server_yield(struct smb_server *server, uint64_t id, uint32_t epoch);
-/* Like smb_server_yield, for two copies that are about to switch their roles. For a second, or until
- * it gets another role, this primary also begins no change: requests for changes wait. SMB_OK: the
- * backup has everything. SMB_BUSY: not yet; call again. From an epoch in which it was the primary, a
- * server becomes the backup without a copy only if the new primary has everything at that moment;
- * otherwise smb_server_set_replica ends its role and returns SMB_INVALID. */
+/* Like smb_server_yield, for two copies that are about to switch their roles. For a second, or
+ * until it gets another role, this primary also begins no change: requests for changes wait.
+ * SMB_OK: the backup has everything. SMB_BUSY: not yet; call again. From an epoch in which it was
+ * the primary, a server becomes the backup without a copy only if the new primary has everything
+ * at that moment; otherwise smb_server_set_replica ends its role and returns SMB_INVALID. */
 int smb_server_hand_over(struct smb_server *server, uint64_t id, uint32_t epoch);
 /* Allows a segment with one copy to be gated and moved. From here on nobody can map a view of it.
  * SMB_BUSY: the segment is bound to this server. */

@@ -216,7 +216,7 @@ async def all_late(world: World, step: Step) -> None:
     cuts = {pair for one in names for other in coordinators for pair in ((one, other), (other, one))}
     world.network.cuts |= cuts
     if well:
-        world.late_since = dict.fromkeys(names, world.loop.time())
+        world.late_since, world.late_by = dict.fromkeys(names, world.loop.time()), frozenset(world.network.cuts)
     await asyncio.sleep(3.0 + step.lasts / 2)
     world.network.cuts -= cuts
 

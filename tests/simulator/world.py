@@ -138,6 +138,7 @@ class World:
         self._unreached_at: dict[str, float] = {}  # by host: when its network, or its store, was last in trouble
         self._down_at: dict[str, float] = {}  # by host: when its process was last killed or stopped
         self.late_since: dict[str, float] = {}  # servers that were cut off together, while all was well otherwise
+        self.late_by: frozenset[tuple[str, str]] = frozenset()  # what cuts them off
         self.held_since: float | None = None  # since when lost copies are not made anew, for maintenance
         self._alone_since: dict[int, float] = {}
         self._ghosts_since: dict[tuple[str, int], float] = {}
@@ -173,6 +174,8 @@ class World:
         """See which hosts are in trouble, and who waits."""
         while True:
             now, network = self.loop.time(), self.network
+            if network.slow or network.breaks or network.cuts not in (self.late_by, set()):
+                self.late_since = {}  # something else is wrong with the network, too
             processes = [each.process for each in (*self.servers.values(), *self.coordinators.values())]
             down = {each.host for each in processes if not each.alive or each.stopped}
             unreached = {name for cut in network.cuts for name in cut} | network.slow.keys()

@@ -29,7 +29,7 @@ class FakeCoordinator:
 
     def __init__(self, failures: int, last: threading.Event | None = None) -> None:
         self.renewals = 0
-        self.closed = False
+        self.closed, self.ended = False, 0
         self.tokens = ClientTokens(lambda kind, name: pb.Buffer())
         self._failures = failures
         self._last = last
@@ -45,6 +45,9 @@ class FakeCoordinator:
         if self._last is not None:
             self._last.set()
         return LEASE_S
+
+    def close_session(self, session_id: int, timeout: float, reports: object = ()) -> None:
+        self.ended = session_id
 
     def close(self) -> None:
         self.closed = True
