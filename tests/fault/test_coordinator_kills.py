@@ -27,6 +27,7 @@ from smb.rpc import control_pb2 as pb
 from tests.fault.long import some
 from tests.fault.test_drain import MOVING, MOVING_ONE
 from tests.fault.test_elastic_kills import HSGD
+from tests.fault.test_switched_roles import SWITCHING
 from tests.fault.test_train_kills import CLOSING, SENT
 from tests.support.clients import add_forever, make_event, spawn
 from tests.support.daemons import Daemon, Daemons, running_daemons, stopped, wait_for
@@ -292,8 +293,8 @@ def test_every_failpoint_has_its_case() -> None:
     """None is forgotten, and none is tested that is not there."""
     sources = [*(SOURCES / "smb").rglob("*.py"), *(SOURCES / "memserver").rglob("*.py")]
     points = {point for path in sources for point in re.findall(r'\bfailpoint\("([^"]+)"\)', path.read_text())}
-    # test_train_kills.py, test_elastic_kills.py, test_drain.py, tests/train/test_overlap.py
-    elsewhere = {*CLOSING, *SENT, *HSGD, *MOVING, *MOVING_ONE, "train-part"}
+    # test_train_kills.py, test_elastic_kills.py, test_drain.py, test_switched_roles.py, tests/train/test_overlap.py
+    elsewhere = {*CLOSING, *SENT, *HSGD, *MOVING, *MOVING_ONE, *SWITCHING, "train-part"}
     assert points == {point.split(":")[0] for point in [*dict(COORDINATOR_CASES + SERVER_CASES), *elsewhere]}
 
 

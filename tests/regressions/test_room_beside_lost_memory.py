@@ -27,7 +27,7 @@ def test_lost_memory_does_not_account_for_other_memory() -> None:
         cluster.do(ServerRenewed("a", 2, 4096))
     (record,) = cluster.state.buffers.values()
     made = replace(record, segments=(replace(segment, epoch=5, made=5),))
-    cluster.state = replace(cluster.state, buffers={record.key: made})
+    cluster.state = replace(cluster.state, buffers=cluster.state.buffers.changed((made,)))
     cluster.do(registration(cluster.state, server("a", 3), {segment.id}, as_held=Held(1)))
     assert cluster.state.missing["a"] == {segment.id}
     cluster.renew("a", 3, segment.file_bytes)

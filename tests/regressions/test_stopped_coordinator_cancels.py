@@ -25,8 +25,8 @@ class Cancelled(grpc.RpcError):
 def test_who_cancelled_is_told_apart() -> None:
     """Of an open client it was the coordinator, and a change's outcome is unknown; of a closed one, the client."""
     client = Coordinator("127.0.0.1:1")
-    stopped = client._error(Cancelled(), 1.0, changes=True)
+    stopped = client._error(Cancelled(), 1.0, changes=True, request_id="")
     assert "stopped before it answered" in str(stopped)
     assert stopped.outcome == "unknown"
     client.close()
-    assert "the client was closed" in str(client._error(Cancelled(), 1.0, changes=True))
+    assert "the client was closed" in str(client._error(Cancelled(), 1.0, changes=True, request_id=""))

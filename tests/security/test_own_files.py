@@ -41,6 +41,7 @@ from smb.errors import Error
 become()
 os.umask(0)
 sys.executable = "/bin/true"
+LocalCluster.start = lambda self: self  # only what it does to its directory
 for path in map(Path, sys.argv[2:]):
     try:
         LocalCluster(data_dir=path)._keep(path)

@@ -140,7 +140,7 @@ def rebalance(
     ] = False,
     coordinator: Coordinator = None,
 ) -> None:
-    """Balance memory servers: by traffic, over hosts and zones, and from full ones to empty ones.
+    """Balance memory servers by traffic, hosts, zones and memory.
 
     For buffers with replicas=2, while clients use them: two copies switch their roles, which moves no data, so that all
     servers answer about as much; copies that share a host or a zone are taken apart; the stripes of a buffer are spread
