@@ -196,6 +196,8 @@ def a_lock_has_one_holder(world: World, name: str, holder: str, other: str) -> s
 def copies_lie_in_two_zones(world: World, before: State, state: State, event: CopyBegun) -> str:
     """A new copy is made in another zone than the other one's, if a server there is well and has room."""
     record, now = state.buffers[event.key], world.now()
+    if record.replicas < 2:
+        return ""  # it moves, and has two copies only while it does
     (segment,) = (each for each in record.segments if each.id == event.segment_id)
     zone = world.plan.zone_of(segment.server)
     if not zone or zone != world.plan.zone_of(event.target) or now is None:
