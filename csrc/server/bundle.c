@@ -219,6 +219,8 @@ void bundle_append(struct replica *replica, struct forward *forward)
     struct segment_bundle *bundle = replica->bundle;
     uint64_t order = atomic_load_explicit(&bundle->order, memory_order_relaxed) + 1;
     atomic_store_explicit(&bundle->order, order, memory_order_release);
+    if (forward->asked_ns == 0)
+        bundle->changed_order = order;
     feed_append(&bundle->feed, forward, order,
                 atomic_load_explicit(&bundle->epoch, memory_order_relaxed));
 }

@@ -57,11 +57,12 @@ struct segment_bundle {
     /* primary: its lease does not count, because it may be replaced at any moment */
     _Atomic bool yields;
     _Atomic uint64_t order, confirmed;
-    uint64_t asked_at_ns;  /* when the last confirmed question was asked */
-    bool question_pending; /* a question has been sent */
-    struct feed feed;      /* to the backup */
-    uint64_t fed_by;       /* the member by whose id the forwarder finds the connection */
-    bool reported_works;   /* what was last reported: whether the connection works */
+    uint64_t changed_order; /* of the last frame that is no question */
+    uint64_t asked_at_ns;   /* when the last confirmed question was asked */
+    bool question_pending;  /* a question has been sent */
+    struct feed feed;       /* to the backup */
+    uint64_t fed_by;        /* the member by whose id the forwarder finds the connection */
+    bool reported_works;    /* what was last reported: whether the connection works */
     struct wait *waiting, *waiting_last; /* waits, by order */
     char peer[SMB_SERVER_NAME_BYTES];    /* name of the other copy's server in this epoch */
     const struct connection *feeder;     /* backup: the primary's connection; only compared */

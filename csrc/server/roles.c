@@ -60,13 +60,13 @@ static void take_role(struct segment_bundle *bundle, uint32_t epoch, int role, b
     bundle_tell_change(bundle->server);
 }
 
-/* Call with the lock held. Whether the backup has exactly what this primary has. */
+/* Call with the lock held. Whether the backup has exactly what this primary has. Questions to it do
+ * not count: as long as the primary yields, each read asks one. */
 static bool is_even(const struct segment_bundle *bundle)
 {
     return bundle_is_primary(bundle) && is_paired(bundle) && bundle->in_progress == 0 &&
            !bundle->copy.under_way && !bundle->words_lost &&
-           atomic_load_explicit(&bundle->confirmed, memory_order_relaxed) >=
-               atomic_load_explicit(&bundle->order, memory_order_relaxed);
+           atomic_load_explicit(&bundle->confirmed, memory_order_relaxed) >= bundle->changed_order;
 }
 
 /* The two copies switch their roles, and this one was the primary. It can be fed only if the other
