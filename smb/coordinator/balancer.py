@@ -63,17 +63,19 @@ class Balancer:
         again = state.buffers is not self._balanced or now.monotonic - self._balanced_at >= AGAIN_S
         if now.monotonic - self._calm_since < self._after_s or not again or not state.every_server_was_heard(now):
             return
-        moves = await self._in_thread(due, state, now, self._traffic.of_primaries(state))
+        fixed = frozenset(self._copy_maker.unswitchable())
+        moves = await self._in_thread(due, state, now, self._traffic.of_primaries(state), fixed)
         if moves:
             self._copy_maker.switch(moves)
         else:
             self._balanced, self._balanced_at = state.buffers, now.monotonic
 
 
-def due(state: State, now: Instant, traffic: dict[int, float]) -> list[Move]:
-    """Return the switches to begin: none while a copy is missing or a server is being drained."""
+def due(state: State, now: Instant, traffic: dict[int, float], fixed: frozenset[int] = frozenset()) -> list[Move]:
+    """Return the switches to begin: none while a copy is missing or a server is being drained. `fixed`: bundles that
+    keep their roles for now."""
     records = list(state.buffers.values())
     pool = state.pool(now)
     if pool.draining or any(record.degraded or not record.ready for record in records):
         return []
-    return switches(records, pool, traffic, SLACK)[:AT_ONCE]
+    return switches(records, pool, traffic, SLACK, fixed)[:AT_ONCE]

@@ -8,7 +8,8 @@ taken for a copy: a server is told to drop segments that no record places there.
 serving, and asks its backup at each read.
 
 Two copies can also switch their roles. The server of the backup confirms that it could take over. The primary hands
-over: it begins no change until its backup has everything. Then the record says so, and both are told.
+over: it begins no change until its backup has everything. Then the record says so, and both are told. Each try holds up
+those who write, so a switch that failed is not tried again by itself for minutes.
 """
 
 from __future__ import annotations
@@ -44,6 +45,8 @@ CONFIRM_PAUSE_S = 0.2  # until a server that did not confirm its copy is asked a
 
 HAND_OVER_TRIES = 10
 HAND_OVER_PAUSE_S = 0.03  # until a primary is asked again whether its backup has everything
+HANDS_OVER_S = 0.5  # half of the time for which a primary that hands over begins no change (csrc/server/roles.c)
+SWITCH_AGAIN_S = 300.0  # until the coordinator tries a switch again that failed
 
 _log = logging.getLogger("coordinator")
 # Arguments: segments and servers. Tells these servers at once their roles for these segments.
@@ -60,6 +63,8 @@ class CopyMaker:
         self._drop = drop
         self._hurry = asyncio.Event()
         self._moves: dict[int, Move] = {}  # by segment; lost when this run ends, since they can be requested again
+        self._switches: dict[int, Move] = {}  # likewise; begun by the coordinator itself
+        self._unswitchable_until: dict[int, float] = {}  # by bundle: its last switch failed
         self._avoided_until: dict[str, float] = {}
         self._apart_until: dict[frozenset[str], float] = {}  # two servers that did not reach each other
         self._said: dict[int, str] = {}  # by bundle: the last warning
@@ -71,6 +76,12 @@ class CopyMaker:
     def bound(self) -> Collection[int]:
         """Return the segments that their servers reported as unable to move."""
         return self._bound.keys()
+
+    def unswitchable(self) -> Collection[int]:
+        """Return the bundles whose last switch of roles failed, so that the next one has to wait."""
+        now = self._commit_log.now().monotonic
+        self._unswitchable_until = {number: at for number, at in self._unswitchable_until.items() if at > now}
+        return self._unswitchable_until.keys()
 
     def resting(self) -> Collection[int]:
         """Return the bundles whose copies wait because their source reported that it lacks one of their segments."""
@@ -93,7 +104,7 @@ class CopyMaker:
         return [segment_id for name, segment_id in self._making if name == server]
 
     def move(self, moves: Iterable[Move]) -> None:
-        """Make these moves. They replace earlier moves that have not begun."""
+        """Make these moves, which an operator asked for. They replace earlier moves that have not begun."""
         begun = {
             segment.id
             for record in self._commit_log.state.buffers.values()
@@ -102,13 +113,12 @@ class CopyMaker:
             if segment.copying_to or segment.backup
         }
         kept = {number: move for number, move in self._moves.items() if number in begun}
-        self._moves = {move.segment_id: move for move in moves} | kept
+        self._moves, self._switches = {move.segment_id: move for move in moves} | kept, {}
         self.look_now()
 
     def switch(self, moves: Iterable[Move]) -> None:
         """Make these switches of roles, in place of earlier ones, beside the moves that an operator asked for."""
-        kept = {number: move for number, move in self._moves.items() if not move.switches}
-        self._moves = {move.segment_id: move for move in moves} | kept
+        self._switches = {move.segment_id: move for move in moves}
         self.look_now()
 
     def keep_apart(self, server: str, others: Collection[str]) -> None:
@@ -133,12 +143,13 @@ class CopyMaker:
         """Begin the copies that can begin now. A server that does not answer delays only its own copies."""
         state, now = self._commit_log.state, self._commit_log.now()
         drained = any(server.draining and state.allocation(server.name).segments for server in state.servers.values())
-        if not drained and not self._moves and not state.buffers.unsettled:
+        moves = self._switches | self._moves
+        if not drained and not moves and not state.buffers.unsettled:
             self._without_room, self._bound = frozenset(), {}
             self._said = {}
             self._pace.rest()
             return
-        records = [record for record in state.buffers.values() if drained or self._moves or record.movable]
+        records = [record for record in state.buffers.values() if drained or moves or record.movable]
         self._bound = {number: until for number, until in self._bound.items() if until > now.monotonic}
         avoid = frozenset(name for name, until in self._avoided_until.items() if until > now.monotonic)
         avoid |= {name for name in state.servers if not state.heard(name, now)}
@@ -150,12 +161,14 @@ class CopyMaker:
             if each.quarantined
         )
         pool = state.pool(now)
-        self._moves = still_wanted(self._moves, records, pool, self._bound)
+        moves = still_wanted(moves, records, pool, self._bound)
+        self._moves = {number: move for number, move in moves.items() if number in self._moves}
+        self._switches = {number: move for number, move in moves.items() if number in self._switches}
         self._say_without_room(records, pool)
         self._say_lacking(records)
         most = self._pace.most(now.monotonic, strained=bool(state.late(now)))
         found = wishes(
-            records, pool, avoid, self._moves, apart, self._bound, self.resting(), kept, most, state.copies_held(now)
+            records, pool, avoid, moves, apart, self._bound, self.resting(), kept, most, state.copies_held(now)
         )
         await asyncio.gather(*map(self._begin, found))
 
@@ -194,28 +207,48 @@ class CopyMaker:
         self.look_now()
 
     async def _switch(self, wish: Wish) -> None:
-        """Let the two copies switch their roles. A primary that has begun to hand over goes on by itself if the switch
-        is not stored.
+        """Let the two copies switch their roles. A primary that has begun to hand over begins changes again by itself
+        if the switch is not stored.
         """
-        segment, asked, epoch = wish.segment, wish.target, wish.segment.epoch + 1
+        segment = wish.segment
         try:
             if not await self._can_switch(wish, wish.target):
                 raise UnavailableError(f'memory server "{wish.target}" is too old to switch roles: upgrade it')
-            asked = wish.leaving
-            for _ in range(HAND_OVER_TRIES):
-                if ready := await self._can_switch(wish, wish.leaving):
-                    break
-                await asyncio.sleep(HAND_OVER_PAUSE_S)
-            if not ready:
-                raise UnavailableError(f'the backup does not get all changes of memory server "{wish.leaving}" now')
+            handed_over_at = await self._hand_over(wish)
             failpoint("coordinator.switch.handed")
-            await self._commit_log.commit(RolesSwitched(wish.record.key, segment.id, epoch))
+            await self._commit_log.commit(RolesSwitched(wish.record.key, segment.id, segment.epoch + 1))
         except Error as error:
-            self._pause(wish, asked, PAUSE_S, error)
+            self._give_switch_up(wish, error)
             return
         failpoint("coordinator.switch.stored")
+        if self._commit_log.now().monotonic - handed_over_at > HANDS_OVER_S:
+            # Storing took so long that the former primary may have begun changes again. If they are on their way when
+            # it is told its new role, its copy has to be made anew. Asking it is safe: nobody acts on the new roles
+            # because of the answer, and what it holds up would be refused anyway once the other one has its role.
+            with suppress(Error, asyncio.TimeoutError):
+                await asyncio.wait_for(self._hand_over(wish), HANDS_OVER_S)
         await self._tell_roles((segment.id,), (wish.leaving, wish.target))
         self.look_now()
+
+    async def _hand_over(self, wish: Wish) -> float:
+        """Ask the primary to hand over until its backup has everything. Return when it was asked last, on the monotonic
+        clock. Raises UnavailableError if that takes too long.
+        """
+        for _ in range(HAND_OVER_TRIES):
+            asked_at = self._commit_log.now().monotonic
+            if await self._can_switch(wish, wish.leaving):
+                return asked_at
+            await asyncio.sleep(HAND_OVER_PAUSE_S)
+        raise UnavailableError(f'the backup does not get all changes of memory server "{wish.leaving}" now')
+
+    def _give_switch_up(self, wish: Wish, error: Error) -> None:
+        """Leave the roles of this bundle as they are for a while. Its servers go on making copies."""
+        bundle = bundle_of(wish.segment)
+        self._say_once(bundle, f"the two copies of a segment of {wish.record.title} keep their roles for now: {error}")
+        self._unswitchable_until[bundle] = self._commit_log.now().monotonic + SWITCH_AGAIN_S
+        for moves in (self._moves, self._switches):
+            if wish.segment.id in moves and moves[wish.segment.id].switches:
+                del moves[wish.segment.id]
 
     async def _can_switch(self, wish: Wish, name: str) -> bool:
         messages = self._questions(wish, name)
@@ -261,13 +294,14 @@ class CopyMaker:
 
     def _pause(self, wish: Wish, asked: str, pause_s: float, error: Error) -> None:
         """Ask this server for no copies for a while."""
-        doing = f"copy on {wish.target}" if wish.target and not wish.switches else f"move to {wish.source}"
-        text = f"no {doing} of a segment of {wish.record.title} for now: {error}"
-        bundle = bundle_of(wish.segment)
-        _log.log(logging.DEBUG if self._said.get(bundle) == text else logging.WARNING, "%s", text)
-        self._said[bundle] = text
+        doing = f"copy on {wish.target}" if wish.target else f"move to {wish.source}"
+        self._say_once(bundle_of(wish.segment), f"no {doing} of a segment of {wish.record.title} for now: {error}")
         self._avoided_until[asked] = self._commit_log.now().monotonic + pause_s
         asyncio.get_running_loop().call_later(pause_s, self.look_now)
+
+    def _say_once(self, bundle: int, text: str) -> None:
+        _log.log(logging.DEBUG if self._said.get(bundle) == text else logging.WARNING, "%s", text)
+        self._said[bundle] = text
 
     async def _copy(self, wish: Wish) -> None:
         epoch = wish.segment.epoch + 1

@@ -7,7 +7,7 @@ because a call takes as long as the busiest of them. Then whole buffers are, by 
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 
 from smb.coordinator.bundles import Bundles, bundle_of
 from smb.coordinator.moves import MOVES_MAX, Move
@@ -20,7 +20,7 @@ ROUNDS = 3  # over all buffers; each may make room for another one's switch
 class _Roles:
     """The bundles whose roles may switch, with the server of each primary as planned so far."""
 
-    def __init__(self, records: Collection[BufferRecord], pool: Pool) -> None:
+    def __init__(self, records: Collection[BufferRecord], pool: Pool, fixed: Container[int]) -> None:
         self._pool = pool
         self.bundles = Bundles(records)
         self.segments: dict[int, tuple[BufferRecord, SegmentRecord]] = {}  # by bundle
@@ -28,7 +28,7 @@ class _Roles:
         for record in records:
             for segment in record.segments if record.replicas > 1 and record.kind is Kind.BUFFER else ():
                 number = bundle_of(segment)
-                if number not in self.segments and self._may(record, segment):
+                if number not in self.segments and number not in fixed and self._may(record, segment):
                     self.segments[number] = record, segment
                     self.primary[number] = segment.server
 
@@ -56,12 +56,17 @@ class _Roles:
 
 
 def switches(
-    records: Collection[BufferRecord], pool: Pool, traffic: Mapping[int, float], slack: float = 0.1
+    records: Collection[BufferRecord],
+    pool: Pool,
+    traffic: Mapping[int, float],
+    slack: float = 0.1,
+    fixed: Container[int] = frozenset(),
 ) -> list[Move]:
     """Return the switches of roles, at most MOVES_MAX. `traffic`: bytes by segment; if there are none at all, memory
-    counts. Servers whose shares differ by less than `slack` of the mean share count as equal.
+    counts. Servers whose shares differ by less than `slack` of the mean share count as equal. `fixed`: bundles that
+    keep their roles.
     """
-    roles = _Roles(records, pool)
+    roles = _Roles(records, pool, fixed)
     for record in records:
         _spread(record, roles)
     _balance(records, roles, traffic, slack)

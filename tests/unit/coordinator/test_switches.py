@@ -1,0 +1,143 @@
+"""smb.coordinator.copy_maker: switches of roles that fail, that take long to store, and that an operator asked for."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from smb.coordinator import balancer, copy_maker
+from smb.coordinator.copy_maker import SWITCH_AGAIN_S, CopyMaker
+from smb.coordinator.events import BackupsLost, Event, Instant, RolesSwitched
+from smb.coordinator.moves import Move
+from smb.coordinator.records import ServerRecord
+from smb.coordinator.replicas import CopyRole
+from smb.rpc import control_pb2 as pb
+from tests.support.decisions import Cluster
+
+
+@dataclass
+class Rig:
+    """Servers a, b and c, and what the coordinator does to them. Each buffer has its primary on a."""
+
+    ready: bool = True  # what primaries say when they are asked to hand over
+    stored_in_s: float = 0.0
+    ready_after: bool = True  # likewise, once something was stored
+    cluster: Cluster = field(default_factory=Cluster)
+    at: float = 0.0
+    did: list[tuple[str, str]] = field(default_factory=list)
+    copied: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.cluster.register("a", "b", "c")
+        self.maker = CopyMaker(self, self, self._tell, self._drop)  # type: ignore[arg-type]
+
+    @property
+    def state(self) -> Any:
+        return self.cluster.state
+
+    def now(self) -> Instant:
+        return replace(self.cluster.now, monotonic=self.cluster.now.monotonic + self.at)
+
+    async def commit(self, event: Event) -> object:
+        self.did.append(("stored", type(event).__name__))
+        self.at += self.stored_in_s
+        self.ready = self.ready_after
+        return SimpleNamespace(effects=self.cluster.do(event), state=self.cluster.state)
+
+    async def can_switch(self, server: ServerRecord, parts: Sequence[pb.Replica]) -> bool:
+        self.did.append(("asked", server.name))
+        return self.ready or all(part.role != CopyRole.PRIMARY.value for part in parts)
+
+    async def take_roles(self, *_: object) -> frozenset[int]:
+        return frozenset()
+
+    async def create(self, server: ServerRecord, *_: object) -> int:
+        self.copied.append(server.name)
+        return 0
+
+    async def _tell(self, _: tuple[int, ...], servers: tuple[str, ...]) -> None:
+        self.did.append(("told", ",".join(servers)))
+
+    async def _drop(self, _: object) -> None:
+        pass
+
+    def create_buffer(self, name: str = "w") -> Move:
+        segment = self.cluster.create(name, 1000, replicas=2, server_names=("a",)).segments[0]
+        assert segment.server == "a"
+        return Move(segment.id, "a", segment.backup, segment.file_bytes, name, switches=True)
+
+    def look(self) -> None:
+        asyncio.run(self.maker.begin())
+
+    def due(self) -> list[Move]:
+        return balancer.due(self.state, self.cluster.now, {}, frozenset(self.maker.unswitchable()))
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copy_maker, "HAND_OVER_PAUSE_S", 0.0)
+
+
+def test_a_switch_that_fails_waits_and_nothing_else_does() -> None:
+    """Each try holds up writers. Copies from the same server are made meanwhile, and other roles may switch."""
+    rig = Rig(ready=False)
+    move = rig.create_buffer()
+    rig.maker.switch([move])
+    rig.look()
+    asked = list(rig.did)
+    assert ("asked", "a") in asked
+    assert not any(what == "stored" for what, _ in asked)
+    rig.create_buffer("v")
+    rig.create_buffer("x")
+    rig.look()
+    assert rig.did == asked
+    assert list(rig.maker.unswitchable()) == [move.segment_id]
+    rig.ready = True
+    due = {each.segment_id for each in rig.due()}
+    assert due
+    assert move.segment_id not in due
+    lost = rig.state.buffers["v"].segments[0]
+    rig.cluster.do(BackupsLost("a", frozenset({lost.id})))
+    rig.look()
+    assert len(rig.copied) == 1
+    rig.at += SWITCH_AGAIN_S
+    assert not rig.maker.unswitchable()
+
+
+def test_an_operator_may_ask_again_at_once() -> None:
+    """The coordinator's own switches, which come later, do not replace what the operator asked for."""
+    rig = Rig(ready=False)
+    first, second = rig.create_buffer(), rig.create_buffer("v")
+    rig.maker.switch([first])
+    rig.look()
+    rig.ready = True
+    rig.maker.move([first])
+    rig.maker.switch([second])
+    rig.look()
+    assert [rig.state.buffers[name].segments[0].backup for name in "wv"] == ["a", "a"]
+
+
+@pytest.mark.parametrize(("stored_in_s", "again"), [(0.1, False), (1.5, True)])
+def test_a_primary_hands_over_once_more_if_storing_took_long(stored_in_s: float, again: bool) -> None:
+    """Otherwise it could have changes on their way when it is told that it is the backup, and would be copied to."""
+    rig = Rig(stored_in_s=stored_in_s)
+    move = rig.create_buffer()
+    rig.maker.switch([move])
+    rig.look()
+    once_more = [("asked", "a")] if again else []
+    told = ("told", f"a,{move.target}")
+    assert rig.did == [("asked", move.target), ("asked", "a"), ("stored", RolesSwitched.__name__), *once_more, told]
+
+
+def test_both_servers_are_told_though_the_primary_does_not_hand_over_again() -> None:
+    rig = Rig(stored_in_s=1.5, ready_after=False)
+    move = rig.create_buffer()
+    rig.maker.switch([move])
+    rig.look()
+    assert rig.did[-1] == ("told", f"a,{move.target}")
+    assert not rig.maker.unswitchable()
