@@ -72,6 +72,8 @@ class CopyMaker:
         self._without_room: frozenset[str] = frozenset()  # titles of buffers that were logged as having no room
         self._pace = CopyPace()
         self._making: set[tuple[str, int]] = set()  # (server, segment) of copies that have not begun
+        # Called with the segments whose roles have switched, the former primary's server and the present one's.
+        self.on_switched: Callable[[Collection[int], str, str], None] = lambda *_: None
 
     def bound(self) -> Collection[int]:
         """Return the segments that their servers reported as unable to move."""
@@ -221,6 +223,7 @@ class CopyMaker:
             self._give_switch_up(wish, error)
             return
         failpoint("coordinator.switch.stored")
+        self.on_switched([member.id for _, member in wish.members], wish.leaving, wish.target)
         if self._commit_log.now().monotonic - handed_over_at > HANDS_OVER_S:
             # Storing took so long that the former primary may have begun changes again. If they are on their way when
             # it is told its new role, its copy has to be made anew. Asking it is safe: nobody acts on the new roles

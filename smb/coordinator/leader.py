@@ -124,6 +124,7 @@ class Leading:
         copy_maker = CopyMaker(commit_log, servers, roles.tell_roles, segments.drop)
         roles.on_copies, roles.on_apart = copy_maker.look_now, copy_maker.keep_apart
         traffic = Traffic()
+        copy_maker.on_switched = traffic.switched
         service = CoordinatorService(
             commit_log,
             servers,

@@ -30,6 +30,14 @@ class Traffic:
             kept[load.id] = kept.get(load.id, 0.0) + load.bytes
         self._bytes[server] = {number: nbytes for number, nbytes in kept.items() if nbytes >= LEAST_BYTES}
 
+    def switched(self, segment_ids: Iterable[int], former: str, present: str) -> None:
+        """Count what a former primary's server has reported for its successor: their roles have switched."""
+        before = self._bytes.get(former, {})
+        moved = {number: before.pop(number) for number in segment_ids if number in before}
+        if moved:
+            self._bytes[present] = self._bytes.get(present, {}) | moved
+            self._faded_at.setdefault(present, self._faded_at[former])
+
     def of_primaries(self, state: State) -> dict[int, float]:
         """Return the faded bytes of each segment at its primary's server, and forget servers that are not known."""
         for gone in self._bytes.keys() - state.servers.keys():

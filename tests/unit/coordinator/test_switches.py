@@ -1,4 +1,4 @@
-"""smb.coordinator.copy_maker: switches of roles that fail, that take long to store, and that an operator asked for."""
+"""smb.coordinator.copy_maker: switches of roles that fail, that take long to store, and whose traffic moves along."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from smb.coordinator.events import BackupsLost, Event, Instant, RolesSwitched
 from smb.coordinator.moves import Move
 from smb.coordinator.records import ServerRecord
 from smb.coordinator.replicas import CopyRole
+from smb.coordinator.traffic import Traffic
 from smb.rpc import control_pb2 as pb
 from tests.support.decisions import Cluster
 
@@ -141,3 +142,18 @@ def test_both_servers_are_told_though_the_primary_does_not_hand_over_again() -> 
     rig.look()
     assert rig.did[-1] == ("told", f"a,{move.target}")
     assert not rig.maker.unswitchable()
+
+
+def test_traffic_goes_with_the_role() -> None:
+    """The balancer would count a server as idle to which it had just given the busiest segment, and give it more."""
+    rig, traffic = Rig(), Traffic()
+    rig.maker.on_switched = traffic.switched
+    move = rig.create_buffer()
+    traffic.record("a", [pb.BusyLoad(id=move.segment_id, bytes=1 << 20)], 10.0)
+    rig.maker.switch([move])
+    rig.look()
+    assert rig.state.buffers["w"].segments[0].server == move.target
+    assert traffic.of_primaries(rig.state) == {move.segment_id: float(1 << 20)}
+    traffic.record("a", [], 11.0)
+    traffic.record(move.target, [], 10.0)
+    assert traffic.of_primaries(rig.state) == {move.segment_id: float(1 << 20)}
