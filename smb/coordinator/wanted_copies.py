@@ -77,11 +77,12 @@ def wishes(
     are not replaced for now. A bundle is one copy, and it waits while one of its buffers is being made.
     """
     bundles = Bundles(records)
+    # A copy whose source is lost stays in the records until that server is back, which may be never.
     under_way = {
         bundle_of(segment): (segment, bundles.file_bytes(record, segment))
         for record in records
         for segment in record.segments
-        if segment.copying_to
+        if segment.copying_to and pool.alive(segment.server) and pool.alive(segment.copying_to)
     }
     sources = _Load((segment.server, nbytes) for segment, nbytes in under_way.values())
     targets = _Load((segment.copying_to, nbytes) for segment, nbytes in under_way.values())

@@ -92,6 +92,20 @@ def test_a_few_are_made_at_a_time(cluster: Cluster, nbytes: int, most: int) -> N
     assert max(map(targets.count, targets)) <= most
 
 
+@pytest.mark.parametrize("lost", ["source", "target"])
+def test_copies_that_cannot_end_do_not_count(cluster: Cluster, lost: str) -> None:
+    """Their source or their target is lost: others begin, from any server and to any, as if these were not there."""
+    records = []
+    for number in range(10):
+        made = cluster.create(f"v{number}", 1000, replicas=2, server_names=("a",))
+        pair = {"server": "gone", "copying_to": "c"} if lost == "source" else {"server": "a", "copying_to": "gone"}
+        one = replace(made.segments[0], backup="", file_bytes=SMALL_BYTES, **(pair if number < 8 else {}))
+        records.append(replace(made, segments=(one,)))
+    pool = replace(cluster.state.pool(cluster.now), free_bytes={"a": 1 << 40, "c": 1 << 40}, dead=frozenset({"gone"}))
+    found = wishes(records, pool, most=4)
+    assert [(wish.record.name, wish.source, wish.target) for wish in found] == [("v8", "a", "c"), ("v9", "a", "c")]
+
+
 def test_a_copy_counts_once_its_primary_says_so(cluster: Cluster) -> None:
     """While it is made its server has the memory in its books, and a part; then it is the backup, one epoch on."""
     before = cluster.state.allocation("c")
