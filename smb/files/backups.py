@@ -11,7 +11,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Collection, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from smb.errors import AlreadyExistsError, Error, InvalidArgumentError, NotFound
 from smb.files import copying
 from smb.files.names import PRIVATE
 from smb.files.temporary_names import private_name, sweep
-from smb.published import LOG
+from smb.published import ABOUT, LOG
 
 MANIFEST = "backup.json"
 FORMAT = 1
@@ -187,22 +187,43 @@ def read_manifest(directory: Path) -> list[Entry]:
 
 
 def check_free(client: Client, entries: Sequence[Entry], *, replace: bool) -> None:
-    """Raise AlreadyExistsError if the cluster has something that the backup has, too. With `replace` only trainings
-    count, since a training cannot take the place of another one in one step.
+    """Raise AlreadyExistsError if something that the cluster has is in the way of these entries, before anything is
+    made. With `replace` buffers are not, except those that cannot be replaced in one step: trainings, mirrored buffers,
+    and states with deltas=, which have a log beside them.
     """
-    there = {info.name for info in client.list()}
-    taken = sorted(entry.name for entry in entries if entry.name in there and (not replace or entry.kind == "training"))
-    if taken:
-        shown = ", ".join(taken[:8]) + (f" and {len(taken) - 8} more" if len(taken) > 8 else "")
-        advice = "delete these trainings first: smb train rm" if replace else "replace buffers with --replace"
-        raise AlreadyExistsError(f"these exist: {shown}; nothing was restored; {advice}")
+    infos = client.list()
+    there = {info.name for info in infos}
+    taken = [entry for entry in entries if entry.name in there]
+    mirrored = {name for info in infos if info.mirror_of for name in (info.name, info.mirror_of)}
+    for names, advice in (
+        ([each.name for each in taken if not replace], "replace buffers with --replace"),
+        ([each.name for each in taken if each.kind == "training"], "delete these trainings first: smb train rm"),
+        ([each.name for each in taken if each.name in mirrored], "stop their relays first: smb relay NAME --stop"),
+        (
+            [each.name + LOG for each in entries if each.name + LOG in there and _has_log(client, each)],
+            "these are logs of states with deltas=; delete them, and the states, first: smb rm",
+        ),
+    ):
+        if names:
+            shown = ", ".join(sorted(names)[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+            raise AlreadyExistsError(f"these exist: {shown}; nothing was restored; {advice}")
+
+
+def _has_log(client: Client, entry: Entry) -> bool:
+    """Return True if the log beside the entry's name would belong to the state, or belongs to one that is there."""
+    metadata = [entry.metadata]
+    with suppress(NotFoundError):
+        metadata.append(client.open(entry.name).metadata)
+    about = (each.get(ABOUT) for each in metadata)
+    return any(isinstance(each, dict) and each.get("deltas") for each in about)
 
 
 def restore(
     client: Client, directory: Path, entries: Sequence[Entry], *, replace: bool = False, say: Say = print
 ) -> None:
-    """Make the buffers of a backup again (not its trainings). They get their names when the data of all is there: if
-    that fails, nothing is left behind. Raises as copying.restore does.
+    """Make the buffers of a backup again (not its trainings). They get their names, one after the other, when the data
+    of all is there, and if nothing is in the way then: after a failure before that, nothing is left behind. Raises as
+    check_free and copying.restore do.
     """
     made: dict[str, Buffer] = {}
     try:
@@ -211,6 +232,7 @@ def restore(
             if entry.file:
                 _fill(buffer, directory / entry.file)
             say(entry.name)
+        check_free(client, entries, replace=replace)  # others may have made buffers meanwhile
         for name in list(made):
             client.rename(made[name], name, replace=replace)
             del made[name]

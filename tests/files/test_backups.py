@@ -8,8 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 import smb
+import smb.torch
 import smb.train
 from smb.files import backups
 from tests.support.commands import run_smb
@@ -18,16 +20,29 @@ COUNT = 100_003
 
 
 @pytest.fixture(scope="module")
-def other() -> Iterator[smb.LocalCluster]:
-    """A cluster into which backups are restored."""
-    with smb.LocalCluster(servers=2, capacity="64MiB") as made:
-        yield made
+def clusters() -> Iterator[list[smb.LocalCluster]]:
+    with smb.LocalCluster(servers=2, capacity="64MiB") as one, smb.LocalCluster(servers=2, capacity="64MiB") as two:
+        yield [one, two]
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[smb.LocalCluster]:
-    with smb.LocalCluster(servers=2, capacity="64MiB") as made:
-        yield made
+@pytest.fixture
+def cluster(clusters: list[smb.LocalCluster]) -> Iterator[smb.LocalCluster]:
+    """A cluster of which backups are made, without buffers."""
+    yield clusters[0]
+    empty(clusters[0])
+
+
+@pytest.fixture
+def other(clusters: list[smb.LocalCluster]) -> Iterator[smb.LocalCluster]:
+    """A cluster into which backups are restored, without buffers."""
+    yield clusters[1]
+    empty(clusters[1])
+
+
+def empty(cluster: smb.LocalCluster) -> None:
+    with smb.connect(cluster.address) as client:
+        for info in client.list():
+            client.delete(info.name, missing_ok=True)
 
 
 def run(*words: str, at: smb.LocalCluster, fails: bool = False) -> str:
@@ -147,3 +162,30 @@ def test_what_is_no_backup_is_refused(tmp_path: Path, text: str) -> None:
     )
     with pytest.raises(smb.InvalidArgumentError, match="is not of a backup"):
         backups.read_manifest(tmp_path)
+
+
+def test_a_state_with_deltas_is_made_again(cluster: smb.LocalCluster, other: smb.LocalCluster, tmp_path: Path) -> None:
+    """It has no log until its trainer publishes again. One that has a log is not replaced, nor anything beside it."""
+
+    def state(value: float) -> dict[str, torch.Tensor]:
+        return {"w": torch.full((1000,), value)}
+
+    with smb.connect(cluster.address) as client, smb.connect(other.address) as there:
+        publisher = smb.torch.Publisher(client, "policy", state(0), deltas=4)
+        for value in range(3):
+            publisher.publish(state(value))
+        client.create("a", 10).fill(1)
+        client.create("z", 10).fill(1)
+        run("snapshot", "--all", str(tmp_path / "b"), at=cluster)
+        run("restore", "--all", str(tmp_path / "b"), at=other)
+        assert [info.name for info in there.list()] == ["a", "policy", "z"]
+        again = smb.torch.Publisher(there, "policy", state(0), deltas=4)
+        again.publish(state(7))
+        assert smb.torch.follow(there, "policy").state_dict()["w"].tolist() == [7.0] * 1000
+        there.open("a").fill(5)
+        refused = run("restore", "--all", str(tmp_path / "b"), "--replace", at=other, fails=True)
+        assert "these exist: policy.log; nothing was restored" in refused
+        assert there.open("a").read()[0] == 5
+        run("rm", "policy", at=other)
+        run("restore", "--all", str(tmp_path / "b"), "--replace", at=other)
+        assert there.open("a").read()[0] == 1

@@ -25,6 +25,7 @@ from smb.coordinator.state import ARRIVED, State, Step, allocate, delete, end_co
 from smb.coordinator.validate import check_name
 from smb.drop_reasons import Ground
 from smb.errors import AlreadyExistsError, InvalidArgumentError, NotFoundError
+from smb.published import LOG
 from smb.security.roles import namespace_of
 
 
@@ -69,7 +70,9 @@ def buffer_renamed(state: State, event: BufferRenamed, _: Instant) -> Step:
     there = state.buffers.get(event.new_name)
     for each in (record, *([there] if there is not None else [])):
         _check_without_mirrors(state, each, asked)
-        if (published_as(each.metadata) or {}).get("deltas"):
+        # Without a log, as of a restored backup, nothing is stored beside it: its next publisher makes one.
+        logs = (each.name + LOG, event.new_name + LOG)
+        if any(log in state.buffers for log in logs) and (published_as(each.metadata) or {}).get("deltas"):
             raise InvalidArgumentError(
                 f'{asked}: "{each.name}" is published with deltas=, which are stored beside it under its name; publish '
                 f"under another name, or rename its folder"

@@ -48,6 +48,7 @@ from smb.coordinator.validate import first_use
 from smb.drop_reasons import Ground
 from smb.rpc import control_pb2 as pb
 from smb.rpc.coordinator_client import SessionEndedError
+from smb.rpc.metadata import pack
 from tests.support.decisions import MIB, Cluster, registration, server
 
 
@@ -202,6 +203,25 @@ def test_a_rename_is_one_step(cluster: Cluster) -> None:
     assert DropSegments(other.segments, 0, Ground.DELETED) in cluster.effects
     assert list(cluster.state.buffers) == ["aside"]
     assert cluster.do(BufferRenamed("aside", "aside")) == ()
+
+
+def test_a_state_with_deltas_is_renamed_only_without_a_log(cluster: Cluster) -> None:
+    """A log beside it, or beside the new name, would stay behind or be taken for its own."""
+    metadata = pack(json.dumps({"smb.publish": {"deltas": 4, "log": 2}}))
+    cluster.create("private", versions=2, metadata=metadata)
+    cluster.create("policy.log")
+    for name, new_name in (("private", "policy"), ("policy", "other")):
+        with pytest.raises(errors.InvalidArgumentError, match="published with deltas="):
+            cluster.do(BufferRenamed(name, new_name))
+        cluster.do(BufferDeleted("policy.log", missing_ok=True))
+        if name == "private":
+            cluster.do(BufferRenamed(name, new_name))
+            cluster.create("policy.log")
+    cluster.do(BufferRenamed("policy", "other"))
+    cluster.create("w")
+    cluster.create("other.log")
+    with pytest.raises(errors.InvalidArgumentError, match='"other" is published with deltas='):
+        cluster.do(BufferRenamed("w", "other", replace=True))
 
 
 def test_what_can_not_be_renamed(cluster: Cluster) -> None:
