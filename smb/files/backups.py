@@ -26,13 +26,14 @@ from smb.errors import AlreadyExistsError, Error, InvalidArgumentError, NotFound
 from smb.files import copying
 from smb.files.names import PRIVATE
 from smb.files.temporary_names import private_name, sweep
-from smb.published import ABOUT, LOG
+from smb.published import ABOUT, LOG, has_deltas, state_of
 
 MANIFEST = "backup.json"
 FORMAT = 1
 _PARTS_MAX = 20_000_000  # commas and brackets of a manifest: of 100 000 buffers with some metadata
 _DATA = re.compile(r"data-\d{6}\.(bytes|training)")
 Say = Callable[[str], None]  # gets one line about each buffer
+Owned = Callable[[Collection[str]], Collection[str]]  # which of these names of buffers are parts of trainings
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,17 +56,26 @@ class Entry:
     metadata: dict[str, Any] = field(default_factory=dict)
 
 
-def kept(infos: Collection[BufferInfo]) -> list[BufferInfo]:
+def kept(client: Client) -> list[BufferInfo]:
     """Return the buffers that a backup has, by name: without mirrors, private buffers and logs of published states,
     which are made anew.
     """
-    names = {info.name for info in infos if info.versions > 1}
+    infos = client.list()
+    several = {info.name for info in infos if info.versions > 1}
+
+    def is_log(name: str) -> bool:
+        of = state_of(name)
+        if of not in several:
+            return False
+        try:
+            return has_deltas(client.open(of))
+        except NotFoundError:  # deleted meanwhile, and its log with it
+            return True
+
     return [
         info
         for info in sorted(infos, key=lambda each: each.name)
-        if not info.mirror_of
-        and PRIVATE not in info.name.split("/")
-        and not (info.name.endswith(LOG) and info.name.removesuffix(LOG) in names)
+        if not info.mirror_of and PRIVATE not in info.name.split("/") and not is_log(info.name)
     ]
 
 
@@ -186,18 +196,22 @@ def read_manifest(directory: Path) -> list[Entry]:
     return entries
 
 
-def check_free(client: Client, entries: Sequence[Entry], *, replace: bool) -> None:
+def check_free(client: Client, entries: Sequence[Entry], *, replace: bool, owned: Owned) -> None:
     """Raise AlreadyExistsError if something that the cluster has is in the way of these entries, before anything is
-    made. With `replace` buffers are not, except those that cannot be replaced in one step: trainings, mirrored buffers,
-    and states with deltas=, which have a log beside them.
+    made. With `replace` buffers are not, except those that cannot be replaced in one step: parts of trainings, mirrored
+    buffers, and states with deltas=, which have a log beside them.
     """
     infos = client.list()
     there = {info.name for info in infos}
     taken = [entry for entry in entries if entry.name in there]
+    parts = owned(there)
     mirrored = {name for info in infos if info.mirror_of for name in (info.name, info.mirror_of)}
     for names, advice in (
         ([each.name for each in taken if not replace], "replace buffers with --replace"),
-        ([each.name for each in taken if each.kind == "training"], "delete these trainings first: smb train rm"),
+        (
+            [each.name for each in taken if each.kind == "training" or each.name in parts],
+            "delete these trainings first: smb train rm",
+        ),
         ([each.name for each in taken if each.name in mirrored], "stop their relays first: smb relay NAME --stop"),
         (
             [each.name + LOG for each in entries if each.name + LOG in there and _has_log(client, each)],
@@ -219,7 +233,7 @@ def _has_log(client: Client, entry: Entry) -> bool:
 
 
 def restore(
-    client: Client, directory: Path, entries: Sequence[Entry], *, replace: bool = False, say: Say = print
+    client: Client, directory: Path, entries: Sequence[Entry], *, owned: Owned, replace: bool = False, say: Say = print
 ) -> None:
     """Make the buffers of a backup again (not its trainings). They get their names, one after the other, when the data
     of all is there, and if nothing is in the way then: after a failure before that, nothing is left behind. Raises as
@@ -232,7 +246,7 @@ def restore(
             if entry.file:
                 _fill(buffer, directory / entry.file)
             say(entry.name)
-        check_free(client, entries, replace=replace)  # others may have made buffers meanwhile
+        check_free(client, entries, replace=replace, owned=owned)  # others may have made buffers meanwhile
         for name in list(made):
             client.rename(made[name], name, replace=replace)
             del made[name]

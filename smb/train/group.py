@@ -62,7 +62,7 @@ WIRE_BYTES = {"exact": 4.0, "bfloat16": 2.0, "float16": 2.0, "int8": 1 + 4 / 256
 
 # Names below a group's name that belong to its scheme, to smb.torch.join and to the group. Work units are not among
 # them, because users choose their names.
-_PARTS = ("members", "tick", "next", "outer", "inbox", "host", "state")
+PARTS = ("members", "tick", "next", "outer", "inbox", "host", "state")
 
 _log = logging.getLogger("smb")
 Made = TypeVar("Made")
@@ -683,7 +683,7 @@ def leftovers(client: Client, name: str) -> list[str]:
     own = [each for each in _own(name) if each in names]
     under = [each for each in sorted(names) if each.startswith(f"{name}/") and each not in own]
     if not own:
-        return [each for each in under if each.removeprefix(f"{name}/").split("/")[0] in _PARTS]
+        return [each for each in under if each.removeprefix(f"{name}/").split("/")[0] in PARTS]
     others = [
         each
         for each in under

@@ -31,7 +31,7 @@ from smb.train.members import Member, MembershipLostError
 if TYPE_CHECKING:
     from smb.train.worker import Worker
 
-_METADATA = "smb.train.work_units"
+METADATA = "smb.train.work_units"
 _UNITS_MAX = 1 << 24  # 128 MiB of words
 _LOOK_MAX = 1 << 20  # words that `epochs_of` reads at most: 8 MiB
 _HALF = 32
@@ -112,13 +112,13 @@ class WorkUnits:
                     servers=1,
                     replicas=replicas,
                     exist_ok=True,
-                    metadata={_METADATA: settings},
+                    metadata={METADATA: settings},
                 )
             except AlreadyExistsError as error:
                 raise InvalidArgumentError(
                     f"{asked}: {error}: it has another number of units, or is another kind of buffer"
                 ) from error
-            found = self._words.metadata.get(_METADATA)
+            found = self._words.metadata.get(METADATA)
             if isinstance(found, dict):
                 found = {key: value for key, value in found.items() if key != "epochs"}  # version 0.1 stored it
             if found != settings:

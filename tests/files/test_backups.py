@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -52,10 +53,10 @@ def run(*words: str, at: smb.LocalCluster, fails: bool = False) -> str:
     return done.stdout + done.stderr
 
 
-def fill(client: smb.Client) -> dict[str, np.ndarray]:
+def fill(client: smb.Client) -> dict[str, np.ndarray[Any, Any]]:
     """Make one buffer of each kind; return the values."""
     rng = np.random.default_rng(7)
-    values = {
+    values: dict[str, np.ndarray[Any, Any]] = {
         "team/weights": rng.random((11, COUNT // 11), dtype=np.float32),
         "counts": rng.integers(0, 1 << 40, COUNT),
         "bytes": rng.integers(0, 255, 3, dtype=np.uint8),
@@ -81,7 +82,7 @@ def fill(client: smb.Client) -> dict[str, np.ndarray]:
     return values
 
 
-def check(client: smb.Client, values: dict[str, np.ndarray]) -> None:
+def check(client: smb.Client, values: dict[str, np.ndarray[Any, Any]]) -> None:
     """All of it is there, with its form."""
     weights, state = client.open("team/weights"), client.open("team/state")
     for name in ("team/weights", "counts", "bytes"):
@@ -189,3 +190,55 @@ def test_a_state_with_deltas_is_made_again(cluster: smb.LocalCluster, other: smb
         run("rm", "policy", at=other)
         run("restore", "--all", str(tmp_path / "b"), "--replace", at=other)
         assert there.open("a").read()[0] == 1
+
+
+def join(client: smb.Client, name: str) -> smb.train.Worker:
+    return smb.train.join(client, name, np.zeros(100, np.float32), smb.train.DiLoCo(every=1))
+
+
+def test_work_units_and_buffers_below_a_training_are_no_trainings(
+    cluster: smb.LocalCluster, other: smb.LocalCluster, tmp_path: Path
+) -> None:
+    """Work units alone and users' buffers below a training's name are saved; a training's parts and work units are not
+    saved beside it. A training below another one's name is saved, too.
+    """
+    with smb.connect(cluster.address) as client, smb.connect(other.address) as there:
+        with join(client, "run") as worker, join(client, "run/second") as second:
+            worker.step()
+            second.step()
+            for name in ("units", "run/units"):
+                with smb.train.WorkUnits(client, name, 10, 1, worker=worker) as units:
+                    assert units.take() is not None
+            client.create("run/eval", 10).fill(3)
+            client.create("run/nextone", 10).fill(4)
+            client.create("state", 10, versions=2)
+            client.create("state.log", 10).fill(5)  # of a state without deltas
+            run("snapshot", "--all", str(tmp_path / "b"), at=cluster)
+        buffers = json.loads((tmp_path / "b/backup.json").read_text())["buffers"]
+        kinds = {entry["name"]: entry["kind"] for entry in buffers}
+        assert {name for name in kinds if kinds[name] == "training"} == {"run", "run/second"}
+        assert {name for name in kinds if kinds[name] == "buffer"} == {
+            *("run/eval", "run/nextone", "state", "state.log", "units", "units/members", "units/tick"),
+        }
+        run("restore", "--all", str(tmp_path / "b"), at=other)
+        assert [there.open(name).read()[0] for name in ("run/eval", "run/nextone", "state.log")] == [3, 4, 5]
+        assert [smb.train.status(there, name).round for name in ("run", "run/second")] == [1, 1]
+        with smb.train.WorkUnits(there, "units", 10, 1, epochs=1) as units:
+            assert len(list(units)) == 10
+
+
+def test_weights_of_a_training_are_never_replaced(
+    cluster: smb.LocalCluster, other: smb.LocalCluster, tmp_path: Path
+) -> None:
+    """Where the backup has a plain buffer of that name. Anything else stays, too."""
+    with smb.connect(cluster.address) as client, smb.connect(other.address) as there:
+        client.create("a", 10).fill(1)
+        client.create("run", 100).fill(9)
+        run("snapshot", "--all", str(tmp_path / "b"), at=cluster)
+        there.create("a", 10)
+        with join(there, "run") as worker:
+            refused = run("restore", "--all", str(tmp_path / "b"), "--replace", at=other, fails=True)
+            assert "these exist: run; nothing was restored; delete these trainings first" in refused
+            worker.step()
+            assert not there.open("a").read().any()
+            assert not there.open("run").read().any()

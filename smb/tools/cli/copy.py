@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -74,21 +74,17 @@ def snapshot(
 def _snapshot_all(directory: Path, together: list[list[str]], quiet: bool, coordinator: str | None) -> None:
     import smb.train
     from smb.files import backups
-    from smb.tools.cli.train import groups_in
+    from smb.train.parts import trainings_in
 
     with connect(coordinator) as client, backups.Backup(client, directory) as backup:
-        infos = backups.kept(client.list())
-        trainings = groups_in(info.name for info in infos)
+        infos = backups.kept(client)
+        trainings, owned = trainings_in(client, {info.name for info in infos})
         for training in trainings:
             file = backup.path("training")
             number = smb.train.save(client, training, file)
             backup.add_training(training, file)
             _say(quiet, f"training {training}: round {number}")
-        others = [
-            info
-            for info in infos
-            if not any(info.name == each or info.name.startswith(f"{each}/") for each in trainings)
-        ]
+        others = [info for info in infos if info.name not in owned]
         backup.add(others, together=together, say=lambda line: _say(quiet, line))
     console().print(f"{len(backup.entries)} buffers and trainings: {directory}")
 
@@ -96,13 +92,18 @@ def _snapshot_all(directory: Path, together: list[list[str]], quiet: bool, coord
 def _restore_all(directory: Path, replace: bool, quiet: bool, coordinator: str | None) -> None:
     import smb.train
     from smb.files import backups
+    from smb.train.parts import trainings_in
 
     entries = backups.read_manifest(directory)
     trainings = [entry for entry in entries if entry.kind == "training"]
     with connect(coordinator) as client:
-        backups.check_free(client, entries, replace=replace)
+
+        def owned(names: Collection[str]) -> Collection[str]:
+            return trainings_in(client, names)[1]
+
+        backups.check_free(client, entries, replace=replace, owned=owned)
         buffers = [entry for entry in entries if entry.kind == "buffer"]
-        backups.restore(client, directory, buffers, replace=replace, say=lambda line: _say(quiet, line))
+        backups.restore(client, directory, buffers, owned=owned, replace=replace, say=lambda line: _say(quiet, line))
         for entry in trainings:
             number = smb.train.load(client, entry.name, directory / entry.file)
             _say(quiet, f"training {entry.name}: round {number}")
