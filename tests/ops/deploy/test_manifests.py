@@ -266,21 +266,14 @@ def test_a_drain_before_the_stop_has_time(tmp_path: Path) -> None:
 def test_the_drain_before_the_stop_empties_a_server(tmp_path: Path) -> None:
     """The hook's command, with the pod's variables, on a real cluster with certificates: the server that it names is
     empty, with the operator's certificate and not with the server's. While no other server has room it tries again.
+    The pod's first process has credentials, so that nobody may open its output.
     """
     (stateful,) = (
         each for each in with_drain() if each["kind"] == "StatefulSet" and "memserver" in str(each["metadata"])
     )
     (container,) = stateful["spec"]["template"]["spec"]["containers"]
     script = container["lifecycle"]["preStop"]["exec"]["command"][2]
-    log = tmp_path / "log"
-    for there, here in (
-        ("/etc/smb/operator", tmp_path / "lab/operator"),
-        ("/proc/1/fd/2", log),
-        ("sleep 10", "sleep 0.1"),
-    ):
-        assert there in script
-        script = script.replace(there, str(here))
-    lab = tmp_path / "lab"
+    lab, log = tmp_path / "lab", tmp_path / "log"
     subprocess.run([*COMMAND, "certs", str(lab), "--server", "server-0", "--server", "server-1"], check=True)
     with running_daemons(tmp_path) as daemons:
         coordinator = daemons.coordinator("127.0.0.1:0", None, "--credentials", str(lab / "coordinator"))
@@ -307,9 +300,16 @@ def test_the_drain_before_the_stop_empties_a_server(tmp_path: Path) -> None:
             "SMB_COORDINATOR": coordinator.address,
             "PATH": f"{BIN}:{os.environ['PATH']}",
         }
-        hook = subprocess.Popen(["/bin/sh", "-c", script], env=variables)
+        for there, here in (("/etc/smb/operator", f"{lab}/operator"), ("sleep 10", "sleep 0.1")):
+            assert there in script
+            script = script.replace(there, here)
+        script = script.replace("/proc/1/", f"/proc/{first.pid}/")
+        # As in the pod, the hook has no right to what belongs to a process with credentials.
+        bare = ["setpriv", "--bounding-set=-all", "--inh-caps=-all"] if os.geteuid() == 0 else []
+        with log.open("w") as out:
+            hook = subprocess.Popen([*bare, "/bin/sh", "-c", script], env=variables, stdout=out, stderr=out)
         try:
-            wait_for(lambda: log.exists() and "no other live memory server" in log.read_text(), "its complaint")
+            wait_for(lambda: "no other live memory server" in log.read_text(), "its complaint")
             assert hook.poll() is None
             assert daemons.memory_server(
                 coordinator.address, "server-1", "--credentials", str(lab / "server-1")
