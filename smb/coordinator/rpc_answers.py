@@ -119,7 +119,10 @@ class Answers(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
             finally:
                 self._answered(method, code, time.perf_counter() - begun)
                 if info.action:
-                    _audit(info, code, text, context)
+                    try:
+                        _audit(info, code, text, context)
+                    except Exception:  # noqa: BLE001 - the answer says whether the change was made, whatever the log does
+                        _log.exception("the audit line of %s was not written", method)
             # gRPC's context keeps the error that abort raises, whose traceback has this frame and so the context. This
             # cycle lives until the garbage collector runs, and must not keep a large request.
             del request

@@ -16,7 +16,7 @@ from typing import Any
 
 from smb.config.request_ids import LogsRequest
 from smb.daemon.own_files import open_own
-from smb.errors import InvalidArgumentError
+from smb.errors import Error, InvalidArgumentError
 
 AUDIT = "audit"  # the name of the logger
 TEXT, JSON = FORMATS = ("text", "json")
@@ -55,7 +55,9 @@ class JsonLines(logging.Formatter):
                 entry[field] = value
         if record.exc_info:
             entry["error"] = self.formatException(record.exc_info)
-        return json.dumps(entry, ensure_ascii=False)
+        text = json.dumps(entry, ensure_ascii=False)
+        # A name may hold what steers a terminal (C1 controls) or turns a line round (marks of direction).
+        return "".join(c if c.isprintable() else json.dumps(c)[1:-1] for c in text)
 
 
 class _AuditFile(logging.handlers.WatchedFileHandler):
@@ -63,6 +65,13 @@ class _AuditFile(logging.handlers.WatchedFileHandler):
 
     def _open(self) -> Any:
         return os.fdopen(open_own(Path(self.baseFilename), os.O_WRONLY | os.O_APPEND | os.O_CREAT), "a")
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write the line. A file that cannot be opened again is not the caller's error: the change was made."""
+        try:
+            super().emit(record)
+        except (Error, OSError):
+            self.handleError(record)
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging's name
         """Say on standard error that a line could not be written, with the line."""

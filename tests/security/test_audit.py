@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import logging
 import os
 import re
 import socket
@@ -17,6 +18,7 @@ import pytest
 import smb
 from smb.config.request_ids import CLIENT, REQUEST, TRACE, begin, end, metadata_of, new_id
 from smb.coordinator.service import CoordinatorService
+from smb.daemon.log import JsonLines
 from smb.rpc.coordinator_client import Coordinator
 from smb.security.credentials import load_directory
 from smb.security.lab_ca import Holder, make_set
@@ -152,6 +154,43 @@ def test_an_audit_file_that_is_moved_away_is_made_again(daemons: Daemons, place:
         alice.create("two", (1,))
         assert [each["target"] for each in lines(tmp_path / "audit.1")] == ["one"]
         assert [each["target"] for each in wait_for(lambda: lines(audit), "line")] == ["two"]
+
+
+def test_an_audit_file_that_cannot_be_made_again_fails_no_call(daemons: Daemons, place: Path, tmp_path: Path) -> None:
+    """Something else has its name: changes are answered as they went, the log has their lines, and the file is made
+    when its name is free.
+    """
+    audit = tmp_path / "audit.jsonl"
+    options = ("--credentials", str(place / "coordinator"), "--audit-log", str(audit))
+    coordinator = daemons.coordinator("127.0.0.1:0", None, *options)
+    daemons.memory_server(coordinator.address, "server-0", "--credentials", str(place / "server-0"))
+    with smb.connect(coordinator.address, credentials=place / "alice") as alice:
+        until_alive(alice, 1)
+        audit.unlink()
+        audit.mkdir()
+        for name in ("one", "two"):
+            assert alice.create(name, 1).name == name
+        with pytest.raises(smb.AlreadyExistsError, match="exists"):
+            alice.create("one", 1)
+        told = [line for line in coordinator.log.read_text().splitlines() if f"cannot write {audit}: " in line]
+        wanted = [("one", "ok"), ("two", "ok"), ("one", "already_exists")]
+        found = [json.loads(line.partition("the line: ")[2]) for line in told]
+        assert [(each["target"], each["result"]) for each in found] == wanted
+        audit.rmdir()
+        for name in ("three", "four"):
+            alice.create(name, 1)
+        assert [each["target"] for each in lines(audit)] == ["three", "four"]
+
+
+def test_lines_of_json_steer_no_terminal() -> None:
+    """What a client's name may hold is escaped, and is the same when the line is read; letters stay as they are."""
+    name = "ü\x1b[31m\x7f\x9b2J\u202e\u2028\ud800\U000e0001\n"
+    record = logging.LogRecord("audit", logging.INFO, "", 0, "%s", (name,), None)
+    record.client = name
+    line = JsonLines().format(record)
+    assert line.isprintable()
+    assert "ü" in line
+    assert json.loads(line)["message"] == json.loads(line)["client"] == name
 
 
 def test_metadata_of_strangers_is_bounded() -> None:
