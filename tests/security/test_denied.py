@@ -69,11 +69,15 @@ def why_refused(judge: Credentials, shown: Credentials) -> str:
 
 
 def test_entries_are_lines_of_names_and_serial_numbers() -> None:
-    """As openssl prints them, or with colons, in either case; what is neither is an error with its line."""
-    text = b"# stolen\n\n name=alice \r\nserial=00aB:cd\nname=server-0\nname=alice\nname=a b/c\n"
-    assert entries_of(text, "f") == b"name=a b/c\nname=alice\nname=server-0\nserial=ABCD\n"
+    """As openssl prints them, or with colons, in either case; what is neither is an error with its line. So is what
+    would be a name that nobody has: with a remark, a space or the whole URI.
+    """
+    text = b"# stolen\n\n name=alice \r\nserial=00aB:cd\nname=server-0\nname=alice\nname=a:b/c\n"
+    assert entries_of(text, "f") == b"name=a:b/c\nname=alice\nname=server-0\nserial=ABCD\n"
     assert entries_of(b"", "f") == b""
-    for wrong in (b"alice", b"name=", b"serial=xyz", b"serial=", b"NAME=a", b"name=\xc3\xa9", b"serial=" + b"1" * 65):
+    slips = (b"name=alice # left", b"name=alice#", b"name= alice", b"name=a\tb", b"name=smb:name/alice", b"serial=a #x")
+    others = (b"alice", b"name=", b"serial=xyz", b"serial=", b"NAME=a", b"name=\xc3\xa9", b"serial=" + b"1" * 65)
+    for wrong in (*slips, *others):
         with pytest.raises(InvalidArgumentError, match=r"^f:2: .* is neither name=NAME nor serial=HEX"):
             entries_of(b"name=a\n" + wrong + b"\n", "f")
 
