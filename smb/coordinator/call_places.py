@@ -1,15 +1,19 @@
 """Places for calls in progress at the port for all: no certificate takes all of them, and some are for operators and
-memory servers alone. A call without a place is refused at once, and its client tries again within its timeout.
+memory servers alone. A call without a place is refused at once, and its client tries again within its timeout. A call
+that waits for others does no work, and gives its place back meanwhile.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, TypeAlias, cast
 
 import grpc
 import grpc.aio
+from google.protobuf.message import Message
 
 from smb.coordinator.limits import CALLS_MAX, CALLS_PER_CERTIFICATE_MAX
 from smb.errors import NOT_APPLIED, UnavailableError
@@ -17,9 +21,12 @@ from smb.rpc import control_pb2 as pb
 from smb.security.roles import Caller, Role, caller
 
 _TRUSTED = (Role.OPERATOR, Role.SERVER)
-# The last quarter of a certificate's places is for these: a session's lease must not end because other processes with
-# the same certificate ask for much.
+# The last quarter of a certificate's places is for these, and an eighth of all places: a session's lease must not end
+# because others ask for much, with the same certificate or with many.
 _OF_SESSIONS = ("RenewSession", "CloseSession")
+_LIGHT_BYTES = (
+    4096  # of a request. A larger one keeps its place while it waits, so that places bound what requests take
+)
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Call: TypeAlias = Callable[[Any, Any], Awaitable[Any]]
@@ -27,6 +34,51 @@ Call: TypeAlias = Callable[[Any, Any], Awaitable[Any]]
 
 class BusyError(UnavailableError):
     """Too many calls are in progress. This one was not applied, and can be repeated."""
+
+
+class _Place:
+    """The place of one call. Its call may have ended before what works for it."""
+
+    def __init__(self, places: CallPlaces, who: Caller, request: object) -> None:
+        self._places, self._who = places, who
+        self._light = isinstance(request, Message) and request.ByteSize() <= _LIGHT_BYTES
+        self._held, self._ended = True, False
+
+    def give_back(self) -> bool:
+        """Return False if the place stays taken, or is not held."""
+        if not self._held or not self._light:
+            return False
+        self._held = False
+        self._places.give_back(self._who)
+        return True
+
+    def take_again(self) -> None:
+        """Take a place also beyond the limit: the call has begun, and others are refused until there are fewer."""
+        if not self._ended:
+            self._held = True
+            self._places.take(self._who)
+
+    def end(self) -> None:
+        if self._held:
+            self._places.give_back(self._who)
+        self._held, self._ended = False, True
+
+
+_place: ContextVar[_Place | None] = ContextVar("place", default=None)
+
+
+@contextmanager
+def without_place() -> Iterator[None]:
+    """Give the place of the call in progress back during the block, which waits for others. The caller bounds how many
+    calls wait so. Does nothing where calls have no places.
+    """
+    place = _place.get()
+    was_given = place is not None and place.give_back()
+    try:
+        yield
+    finally:
+        if place is not None and was_given:
+            place.take_again()
 
 
 class CallPlaces(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
@@ -54,27 +106,35 @@ class CallPlaces(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
             if isinstance(request, pb.OpenBufferRequest) and request.timeout_ms:
                 return await call(request, context)  # may wait for long; the service bounds how many do
             who = caller()
-            self._take(who, method)
+            self._check(who, method)
+            self.take(who)
+            place = _Place(self, who, request)
+            _place.set(place)
             try:
                 return await call(request, context)
             finally:
-                self._give_back(who)
+                place.end()
 
         return grpc.unary_unary_rpc_method_handler(
             answer, request_deserializer=handler.request_deserializer, response_serializer=handler.response_serializer
         )
 
-    def _take(self, who: Caller, method: str) -> None:
-        of_all = CALLS_MAX if who.role in _TRUSTED else CALLS_MAX * 3 // 4
-        own = CALLS_PER_CERTIFICATE_MAX if method in _OF_SESSIONS else CALLS_PER_CERTIFICATE_MAX * 3 // 4
+    def _check(self, who: Caller, method: str) -> None:
+        of_session = method in _OF_SESSIONS
+        of_all = CALLS_MAX if who.role in _TRUSTED else CALLS_MAX * (7 if of_session else 6) // 8
+        own = CALLS_PER_CERTIFICATE_MAX if of_session else CALLS_PER_CERTIFICATE_MAX * 3 // 4
         if who.role not in _TRUSTED and self._by_certificate[who.key] >= own:
             raise _busy(method, f"{own} calls of {who}")
         if self._count >= of_all:
             raise _busy(method, f"{self._count} calls")
+
+    def take(self, who: Caller) -> None:
+        """Count one call more of this caller."""
         self._count += 1
         self._by_certificate[who.key] += 1
 
-    def _give_back(self, who: Caller) -> None:
+    def give_back(self, who: Caller) -> None:
+        """Count one call less of this caller."""
         self._count -= 1
         self._by_certificate[who.key] -= 1
         if not self._by_certificate[who.key]:

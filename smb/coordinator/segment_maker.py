@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 
 from smb.coordinator.commit_log import CommitLog, Committed
 from smb.coordinator.events import (
@@ -38,6 +39,8 @@ _MOVING_PAUSE_S = 0.1  # between tries to create a buffer in a bundle that is mo
 _LOST_COPY_S = 2.0  # wait for a lost copy of the bundle; by then the copy maker has begun it
 _FINISH_S = 5.0
 
+Waiting = Callable[[], AbstractContextManager[None]]
+
 
 class _MuteServersError(UnavailableError):
     """Servers that count as alive did not answer when they were asked to make segments."""
@@ -62,9 +65,13 @@ class SegmentMaker:
         if self._creations:
             await asyncio.wait(self._creations, timeout=_FINISH_S)
 
-    def create(self, creation: Creation, patience_s: float) -> asyncio.Task[BufferRecord]:
-        """Begin to make a buffer. `patience_s`: how long to wait while the bundle that it joins is moving."""
-        task = asyncio.create_task(self._create(creation, patience_s))
+    def create(
+        self, creation: Creation, patience_s: float, waiting: Waiting = nullcontext
+    ) -> asyncio.Task[BufferRecord]:
+        """Begin to make a buffer. `patience_s`: how long to wait while the bundle that it joins is moving. `waiting` is
+        entered while another creation of that name is under way.
+        """
+        task = asyncio.create_task(self._create(creation, patience_s, waiting))
         self._creations.add(task)
         task.add_done_callback(self._forget_creation)
         return task
@@ -72,17 +79,17 @@ class SegmentMaker:
     def _now(self) -> float:
         return self._commit_log.now().monotonic
 
-    async def _create(self, creation: Creation, patience_s: float) -> BufferRecord:
+    async def _create(self, creation: Creation, patience_s: float, waiting: Waiting) -> BufferRecord:
         begun = self._now()
         while True:
             try:
-                return await self._create_now(creation, waits=self._now() - begun < _LOST_COPY_S)
+                return await self._create_now(creation, waiting, waits=self._now() - begun < _LOST_COPY_S)
             except NotNowError:
                 if self._now() - begun + _MOVING_PAUSE_S > patience_s:
                     raise
             await asyncio.sleep(_MOVING_PAUSE_S)
 
-    async def _create_now(self, creation: Creation, *, waits: bool) -> BufferRecord:
+    async def _create_now(self, creation: Creation, waiting: Waiting, *, waits: bool) -> BufferRecord:
         deadline = self._now() + OTHERS_CREATION_S
         # These are of the first attempt. Keeping the error itself would keep this frame, and with it the request.
         mute: frozenset[str] = frozenset()
@@ -112,7 +119,9 @@ class SegmentMaker:
             if record.ready:
                 return record
             # Another client, or an earlier attempt of this one, is creating it: wait for the result.
-            if not await self._commit_log.wait(record.key, deadline - self._now()):
+            with waiting():
+                ended = await self._commit_log.wait(record.key, deadline - self._now())
+            if not ended:
                 raise UnavailableError(
                     f"{creation.asked}: another client is creating it and has not finished within "
                     f"{OTHERS_CREATION_S:.0f} s; try again",

@@ -9,7 +9,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias
@@ -21,6 +21,7 @@ from smb.config.request_ids import audited
 from smb.coordinator import relay_access
 from smb.coordinator.beside_loop import BesideLoop
 from smb.coordinator.buffer_list import BufferList
+from smb.coordinator.call_places import without_place
 from smb.coordinator.commit_log import CommitLog, Committed
 from smb.coordinator.copy_maker import CopyMaker
 from smb.coordinator.dashboard_interface import Overview, Watch
@@ -541,7 +542,8 @@ class CoordinatorService(CoordinatorServicer):
         if creation.kind is Kind.BARRIER:
             await self._free_if_lost(creation.name)
         patience_s = min(OTHERS_CREATION_S, _left_s(context))
-        record = await asyncio.shield(self._segments.create(creation, patience_s))
+        waiting = partial(self._waiting_if_room, creation.kind, creation.name)
+        record = await asyncio.shield(self._segments.create(creation, patience_s, waiting))
         if record.name != request.name and not caller().may_see(record.name):  # a repeated request: made, then renamed
             raise _renamed_away(request.name, APPLIED)
         return self._opened(request, record)
@@ -686,11 +688,17 @@ class CoordinatorService(CoordinatorServicer):
             )
         self._opens_waiting[key] += 1
         try:
-            yield
+            with without_place():
+                yield
         finally:
             self._opens_waiting[key] -= 1
             if not self._opens_waiting[key]:
                 del self._opens_waiting[key]
+
+    def _waiting_if_room(self, kind: Kind, name: str) -> AbstractContextManager[None]:
+        """Like `_waiting`, but a call beyond that number keeps its place and is not refused."""
+        has_room = self._opens_waiting[caller().key] < OPENS_WAITING_MAX
+        return self._waiting(kind, name) if has_room else nullcontext()
 
     async def _await_ready(self, kind: Kind, name: str, timeout_s: float, session_id: int) -> BufferRecord | None:
         deadline = self._commit_log.now().monotonic + timeout_s

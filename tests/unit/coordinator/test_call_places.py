@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import pytest
 
-from smb.coordinator.call_places import BusyError, CallPlaces
+from smb.coordinator.call_places import BusyError, CallPlaces, without_place
 from smb.coordinator.limits import CALLS_MAX, CALLS_PER_CERTIFICATE_MAX
 from smb.rpc import control_pb2 as pb
 from smb.security import roles
 from smb.security.roles import Caller, Role
+from tests.unit.coordinator.test_what_changes_meanwhile import Servers, beside, register, service_of
 
 OPERATOR, SERVER = Caller(Role.OPERATOR, "op"), Caller(Role.SERVER, "s")
 
@@ -25,12 +28,16 @@ class Port:
         self._places = CallPlaces()
         self._over = asyncio.Event()
         self._tasks: list[asyncio.Task[Any]] = []
+        self.service: Any = None  # answers in place of one that waits, if there is one
 
-    async def call(self, who: Caller, method: str = "Overview", request: Any = None) -> bool:
-        """Begin a call. Return whether it is in progress now, and not refused."""
+    async def call(self, who: Caller, method: str = "Overview", request: Any = None, *, waits: bool = False) -> bool:
+        """Begin a call. Return whether it is in progress now, and not refused. `waits`: for another call."""
 
-        async def answer(_request: Any, _context: Any) -> None:
-            await self._over.wait()
+        async def answer(request: Any, context: Any) -> None:
+            if self.service is not None and request is not None:
+                await getattr(self.service, method)(request, context)
+            with without_place() if waits else nullcontext():
+                await self._over.wait()
 
         async def found(_details: Any) -> Any:
             return grpc.unary_unary_rpc_method_handler(answer)
@@ -38,7 +45,7 @@ class Port:
         async def calling() -> None:
             roles._caller.set(who)
             handler = await self._places.intercept_service(found, SimpleNamespace(method=f"/smb/{method}"))  # type: ignore[arg-type]
-            await handler.unary_unary(request, None)
+            await cast(Any, handler).unary_unary(request, SimpleNamespace(time_remaining=lambda: 60.0))
 
         task = asyncio.create_task(calling())
         await asyncio.sleep(0)
@@ -57,6 +64,10 @@ class Port:
         while await self.call(who, method):
             count += 1
         return count
+
+    def cancel(self) -> None:
+        """End the last call, because its caller has gone."""
+        self._tasks.pop().cancel()
 
     async def let_go(self) -> None:
         """End all calls."""
@@ -97,5 +108,71 @@ def test_a_quarter_of_all_places_is_for_operators_and_servers() -> None:
         assert await port.call(SERVER)
         assert await port.fill(OPERATOR) == CALLS_MAX // 4 - 1
         await port.let_go()
+
+    asyncio.run(scenario())
+
+
+def test_half_of_that_quarter_is_for_renewals_of_sessions_too() -> None:
+    """Sessions live on though all other places are taken, and operators and servers still have places."""
+
+    async def scenario() -> None:
+        port, clients = Port(), [Caller(Role.CLIENT, f"c{number}") for number in range(10)]
+        for client in clients:
+            await port.fill(client)
+        renewals = [await port.fill(client, "RenewSession") for client in clients]
+        assert sum(renewals) == CALLS_MAX // 8
+        assert await port.call(SERVER)
+        assert await port.fill(OPERATOR) == CALLS_MAX // 8 - 1
+        await port.let_go()
+
+    asyncio.run(scenario())
+
+
+def test_a_call_that_waits_gives_its_place_back() -> None:
+    """One with a large request keeps it, as that request stays in memory. Who goes on has a place again."""
+
+    async def scenario() -> None:
+        port, client = Port(), Caller(Role.CLIENT, "c")
+        most = CALLS_PER_CERTIFICATE_MAX * 3 // 4
+        small, large = (pb.CreateBufferRequest(name="w", packed_metadata=bytes(size)) for size in (10, 5000))
+        for _ in range(2 * most):
+            assert await port.call(client, "CreateBuffer", small, waits=True)
+        for _ in range(10):
+            assert await port.call(client, "CreateBuffer", large, waits=True)
+        assert await port.fill(client) == most - 10
+        await port.let_go()
+        assert await port.fill(client) == most
+        await port.let_go()
+
+    asyncio.run(scenario())
+
+
+def test_who_waits_for_a_creation_takes_no_place(tmp_path: Path) -> None:
+    """Also not if its caller goes away, and what was begun for it goes on."""
+
+    async def scenario() -> None:
+        port, client, made = Port(), Caller(Role.CLIENT, "c"), asyncio.Event()
+        servers = Servers(waits={"a": made.wait})
+        async with beside(tmp_path) as log:
+            await register(log, "a")
+            port.service = service_of(log, servers)
+            request = pb.CreateBufferRequest(name="w", shape=(8,), dtype="float32", exist_ok=True)
+            most = CALLS_PER_CERTIFICATE_MAX * 3 // 4
+            assert await port.call(client, "CreateBuffer", request)
+            while not log.state.buffers or servers.waits:
+                await asyncio.sleep(0)
+            for _ in range(most - 1):
+                assert await port.call(client, "CreateBuffer", request)
+            await asyncio.sleep(0)
+            while not await port.call(client):  # once they wait, and have given their places back
+                await asyncio.sleep(0)
+            port.cancel()
+            port.cancel()
+            await asyncio.sleep(0)
+            assert await port.fill(client) == most - 1
+            made.set()
+            await port.let_go()
+            assert await port.fill(client) == most
+            await port.let_go()
 
     asyncio.run(scenario())
