@@ -128,9 +128,12 @@ class State:
         return self.alive(server, now) and server not in self.suspected
 
     def copies_held(self, now: Instant) -> bool:
-        """Whether lost copies are not made anew for now: a server in maintenance is away, or all are in maintenance."""
+        """Whether lost copies are not made anew for now: a server in maintenance is away, or all are in maintenance. A
+        server that was forgotten held nothing: no copy is to wait for it.
+        """
         return any(
-            planned.until > now.monotonic and (name == ALL_SERVERS or not self.heard(name, now))
+            planned.until > now.monotonic
+            and (name == ALL_SERVERS or (name in self.servers and not self.heard(name, now)))
             for name, planned in self.maintenance.items()
         )
 

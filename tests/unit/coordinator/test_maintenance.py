@@ -45,7 +45,9 @@ def test_copies_are_held_while_that_server_is_away(cluster: Cluster) -> None:
     cluster.do(ServerDied("b", 1))
     assert not held(cluster)
     cluster.do(ServerLeft("a", 1))
-    cluster.do(registration(cluster.state, server("b")))  # a has been forgotten, as it holds nothing
+    assert "a" not in cluster.state.servers
+    assert not held(cluster)  # it has been forgotten, as it holds nothing, and nobody knows whether it comes back
+    cluster.do(registration(cluster.state, server("b")))
     cluster.do(registration(cluster.state, server("a")))
     cluster.create(replicas=2, server_names=("a",))
     cluster.do(ServerLeft("a", 1))
