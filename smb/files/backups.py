@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,15 @@ import numpy as np
 from smb.buffer import Buffer
 from smb.buffer_info import BufferInfo
 from smb.client import Client
-from smb.config.untrusted import open_regular, parse_json
-from smb.errors import AlreadyExistsError, Error, InvalidArgumentError, NotFoundError
+from smb.config.untrusted import open_regular, parse_json, shortened
+from smb.errors import (
+    AlreadyExistsError,
+    DeadlineError,
+    Error,
+    InvalidArgumentError,
+    NotFoundError,
+    UnavailableError,
+)
 from smb.files import copying
 from smb.files.names import PRIVATE
 from smb.files.temporary_names import private_name, sweep
@@ -30,6 +38,7 @@ from smb.published import ABOUT, LOG, has_deltas, state_of
 
 MANIFEST = "backup.json"
 FORMAT = 1
+_TRIES = 3  # attempts at a buffer that others replace meanwhile
 _PARTS_MAX = 20_000_000  # commas and brackets of a manifest: of 100 000 buffers with some metadata
 _DATA = re.compile(r"data-\d{6}\.(bytes|training)")
 Say = Callable[[str], None]  # gets one line about each buffer
@@ -80,62 +89,143 @@ def kept(client: Client) -> list[BufferInfo]:
 
 
 class Backup:
-    """A backup in the making. Use it in `with`: at the end of the block the directory appears, unless it fails."""
+    """A backup in the making. Use it in `with`: at the end of the block the directory appears. If the block fails,
+    nothing is left.
 
-    def __init__(self, client: Client, directory: Path) -> None:
-        """Raises AlreadyExistsError if there is something at the path."""
+    entries: what was saved. missing: what could not be saved, by name, each with the reason.
+    """
+
+    def __init__(self, client: Client, directory: Path, say: Say = print) -> None:
+        """`say` is called for each buffer that is saved or skipped. Raises AlreadyExistsError if there is something at
+        the path.
+        """
         self._client = client
         self._directory = directory
         self._part = directory.with_name(f"{directory.name}.part")
+        self._say = say
+        self._away: set[str] = set()  # servers that were away when a buffer could not be saved
         self.entries: list[Entry] = []
+        self.missing: dict[str, str] = {}
 
     def __enter__(self) -> Backup:
         if self._directory.exists():
             raise AlreadyExistsError(f"{self._directory} exists; give each backup a directory of its own")
         self._part.mkdir(mode=0o700, exist_ok=True)
-        for left in self._part.iterdir():  # of an interrupted one
+        for left in self._part.iterdir():  # of one that was killed
             if not _DATA.match(left.name) and left.name != MANIFEST:
                 raise AlreadyExistsError(f"{left} is not of a backup; remove {self._part}, or use another directory")
             left.unlink()
         return self
 
     def __exit__(self, failed: type[BaseException] | None, *_: object) -> None:
-        if failed is None:
-            text = {"format": FORMAT, "buffers": [asdict(entry) for entry in self.entries]}
-            with (self._part / MANIFEST).open("w") as file:
-                file.write(json.dumps(text, indent=1))
-                file.flush()
-                os.fsync(file.fileno())
-            self._part.rename(self._directory)
+        if failed is not None:
+            for left in self._part.iterdir():
+                left.unlink()
+            self._part.rmdir()
+            return
+        text = {"format": FORMAT, "buffers": [asdict(entry) for entry in self.entries], "missing": self.missing}
+        with (self._part / MANIFEST).open("w") as file:
+            file.write(json.dumps(text, indent=1))
+            file.flush()
+            os.fsync(file.fileno())
+        self._part.rename(self._directory)
 
-    def path(self, kind: str) -> Path:
-        """Return the path for the data of the next entry."""
-        return self._part / f"data-{len(self.entries) + 1:06d}.{'bytes' if kind == 'buffer' else kind}"
+    def add_training(self, info: BufferInfo, save: Callable[[Path], int]) -> None:
+        """Add a training, by the description of its weights. `save` saves it in a file, and returns its round."""
 
-    def add_training(self, name: str, file: Path) -> None:
-        """Add a training that was saved in that file."""
-        self.entries.append(Entry(name, file.name, "training"))
+        def saved() -> None:
+            file = self._path("training")
+            number = save(file)
+            self.entries.append(Entry(info.name, file.name, "training"))
+            self._say(f"training {info.name}: round {number}")
 
-    def add(self, infos: Sequence[BufferInfo], *, together: Sequence[Sequence[str]] = (), say: Say = print) -> None:
+        self._attempt([info], saved)
+
+    def add(self, infos: Sequence[BufferInfo], *, together: Sequence[Sequence[str]] = ()) -> None:
         """Write these buffers. `together`: names of buffers whose states are of one moment for clients that change them
         under their locks: the locks are all held while the servers copy the buffers, at the memory's speed.
 
-        Raises NotFoundError for a name that is not there, InvalidArgumentError for a published one, which has a
-        generation of its own, and as copying.snapshot does.
+        A buffer that was deleted meanwhile is skipped. One that cannot be read is `missing`, with all that it should
+        be together with. Raises NotFoundError for a name that is not there, InvalidArgumentError for a published one,
+        which has a generation of its own, and for one in two groups; Error if no coordinator answers; OSError.
         """
-        known = {info.name for info in infos}
-        for name in (each for names in together for each in names):
-            if name not in known:
-                raise NotFoundError(f"together with others: there is no buffer {name!r}")
-        joint = {name for names in together for name in names}
+        known = {info.name: info for info in infos}
+        joint: set[str] = set()
         for names in together:
-            self._add_together(sorted(set(names)), infos, say)
+            for name in set(names):
+                if name not in known:
+                    raise NotFoundError(f"together with others: there is no buffer {name!r}")
+                if known[name].versions > 1:
+                    raise InvalidArgumentError(f"together with others: {name!r} is published by generations")
+                if name in joint:
+                    raise InvalidArgumentError(f"together with others: {name!r} is in two groups; make them one")
+                joint.add(name)
+        for names in together:
+            group = [known[name] for name in sorted(set(names))]
+            self._attempt(group, partial(self._add_together, group, infos))
         for info in infos:
             if info.name not in joint:
-                self._add(self._client.open(info.name), infos, say)
+                self._attempt([info], partial(self._add_named, info.name, infos))
 
-    def _add(self, buffer: Buffer, infos: Sequence[BufferInfo], say: Say, still: Buffer | None = None) -> None:
-        file, generation, stored = self.path("buffer"), 0, True
+    def _attempt(self, infos: Sequence[BufferInfo], save: Callable[[], None]) -> None:
+        """Save these buffers, or note why they are missing. Raises Error if no coordinator answers."""
+        saved = len(self.entries)
+        for tries in range(_TRIES):
+            try:
+                if away := self._servers_away(infos):
+                    raise UnavailableError(f"memory server {', '.join(away)} is away, and has the only copy")
+                save()
+                return
+            except BaseException as error:
+                self._discard(saved, infos)
+                if not isinstance(error, Error):
+                    raise
+                failure = error
+            if isinstance(failure, (UnavailableError, DeadlineError)):
+                self._away = _servers_away(self._client)
+            there = self._client.list()  # ends the backup if no coordinator answers
+            named, ids = {each.name: each for each in there}, {each.id: each.name for each in there}
+            if tries + 1 == _TRIES or all(named.get(info.name, info).id == info.id for info in infos):
+                break
+            infos = [named.get(info.name, info) for info in infos]  # one was replaced meanwhile
+        for info in infos:
+            if info.id not in ids:
+                self._say(f"{info.name}: was deleted meanwhile")
+                continue
+            renamed = ids[info.id] != info.name
+            reason = f"it was renamed to {ids[info.id]!r} meanwhile" if renamed else shortened(failure)
+            self.missing[info.name] = reason
+
+    def _discard(self, saved: int, infos: Sequence[BufferInfo]) -> None:
+        """Remove what was written of entries after the first `saved` ones."""
+        del self.entries[saved:]
+        for left in self._part.iterdir():
+            if int(left.name[len("data-") :][:6]) > saved:
+                left.unlink()
+        for info in infos:
+            copying.forget(self._client, info, self._path("buffer"))
+
+    def _servers_away(self, infos: Sequence[BufferInfo]) -> list[str]:
+        """Return the servers without which these buffers cannot be read, of those that were away before: the calls for
+        one buffer have waited for them.
+        """
+        only = {segment.server for info in infos for segment in info.layout.segments if not segment.backup}
+        if only & self._away:
+            self._away = _servers_away(self._client)
+        return sorted(only & self._away)
+
+    def _path(self, kind: str) -> Path:
+        """Return the path for the data of the next entry."""
+        return self._part / f"data-{len(self.entries) + 1:06d}.{'bytes' if kind == 'buffer' else kind}"
+
+    def _add_named(self, name: str, infos: Sequence[BufferInfo]) -> None:
+        buffer = self._client.open(name)
+        self._add(buffer, infos)
+        if self._client.open(name).info.id != buffer.info.id:
+            raise NotFoundError(f"{name!r} was replaced meanwhile")  # the file may have the other one's bytes
+
+    def _add(self, buffer: Buffer, infos: Sequence[BufferInfo], still: Buffer | None = None) -> None:
+        file, generation, stored = self._path("buffer"), 0, True
         try:
             if still is not None:
                 copying.write_still(still, file)
@@ -157,13 +247,10 @@ class Backup:
                 first.name if first is not None and first.name in done else "", buffer.metadata,
             )
         )  # fmt: skip
-        say(f"{buffer.name}: generation {generation}" if generation else buffer.name)
+        self._say(f"{buffer.name}: generation {generation}" if generation else buffer.name)
 
-    def _add_together(self, names: Sequence[str], infos: Sequence[BufferInfo], say: Say) -> None:
-        buffers = [self._client.open(name) for name in names]
-        for buffer in buffers:
-            if buffer.versions > 1:
-                raise InvalidArgumentError(f"together with others: {buffer.name!r} is published by generations")
+    def _add_together(self, group: Sequence[BufferInfo], infos: Sequence[BufferInfo]) -> None:
+        buffers = [self._client.open(info.name) for info in group]
         copies: list[Buffer] = []
         try:
             with ExitStack() as locks:
@@ -172,14 +259,20 @@ class Backup:
                 for buffer in buffers:
                     copies.append(copying.beside(self._client, buffer, private_name(buffer.name), 1))
             for buffer, copy in zip(buffers, copies, strict=True):
-                self._add(buffer, infos, say, copy)
+                self._add(buffer, infos, copy)
         finally:
             for copy in copies:
                 sweep(self._client, copy)
 
 
-def read_manifest(directory: Path) -> list[Entry]:
-    """Return what a backup has. Raises InvalidArgumentError for anything that is not a backup, OSError."""
+def _servers_away(client: Client) -> set[str]:
+    return {server.name for server in client.servers() if not server.alive}
+
+
+def read_manifest(directory: Path) -> tuple[list[Entry], dict[str, str]]:
+    """Return what a backup has, and what it lacks, by name, with the reasons. Raises InvalidArgumentError for anything
+    that is not a backup, OSError.
+    """
     path = directory / MANIFEST
     with os.fdopen(open_regular(path), "rb") as file:
         text = file.read()
@@ -191,9 +284,10 @@ def read_manifest(directory: Path) -> list[Entry]:
         for entry in entries:
             if not isinstance(entry.name, str) or (entry.file and not _DATA.fullmatch(entry.file)):
                 raise ValueError(f"an entry has the name {entry.name!r} and the file {entry.file!r}")
-    except (ValueError, KeyError, TypeError) as error:
+        missing = {str(name): str(reason) for name, reason in found.get("missing", {}).items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise InvalidArgumentError(f"{path} is not of a backup: {error}") from None
-    return entries
+    return entries, missing
 
 
 def check_free(client: Client, entries: Sequence[Entry], *, replace: bool, owned: Owned) -> None:

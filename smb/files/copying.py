@@ -24,6 +24,7 @@ from typing import IO, Any
 import numpy as np
 
 from smb.buffer import Buffer
+from smb.buffer_info import BufferInfo
 from smb.client import Client
 from smb.config.untrusted import open_regular
 from smb.errors import (
@@ -51,6 +52,10 @@ _NO_COPY = (InvalidArgumentError, OutOfMemoryError, PermissionDeniedError, Unava
 _log = logging.getLogger("smb")
 
 Progress = Callable[[int, int], None]  # (bytes done, bytes in all)
+
+
+def _part(path: Path) -> Path:
+    return path.with_name(path.name + ".part")
 
 
 def sums_path(path: Path) -> Path:
@@ -81,7 +86,7 @@ def snapshot(client: Client, name: str, path: Path, *, lock: bool = False, progr
         raise InvalidArgumentError(
             f"snapshot of {name!r} into {path.name}: the buffer has no named tensors; write a .npy file, or plain bytes"
         )
-    part = path.with_name(path.name + ".part")
+    part = _part(path)
     if buffer.versions > 1:
         with buffer.pin(ttl=_PIN_S) as pin:
             _into_file(
@@ -237,7 +242,7 @@ def write_still(still: Buffer, path: Path) -> None:
     """Write the bytes of a buffer that nobody changes into a file, with its checksums."""
     view = view_of(Form.RAW, still.dtype, still.shape, None, {})
     assert view is not None
-    _into_file(Live(still, view), secrets.token_hex(), path.with_name(path.name + ".part"), path, lambda *_: None)
+    _into_file(Live(still, view), secrets.token_hex(), _part(path), path, lambda *_: None)
 
 
 def checked_blocks(path: Path) -> Iterator[tuple[int, Octets]]:
@@ -350,9 +355,7 @@ def _blocks_there(part: Path, what: str, nbytes: int) -> list[int]:
 
 def _still(client: Client, buffer: Buffer, part: Path, *, lock: bool) -> Buffer:
     """Return a copy of the buffer that nobody changes: that of an interrupted snapshot, or a new one."""
-    # With the host: the same path on another host is another file, whose snapshot may be in progress.
-    asked = f"{socket.gethostname()} {buffer.info.id:x} {part.absolute()}"
-    name = private_name(buffer.name, f"snapshot-{hashlib.sha256(asked.encode()).hexdigest()[:24]}")
+    name = _still_name(buffer.info, part)
     if part.exists():
         try:
             return client.open(name)
@@ -363,6 +366,18 @@ def _still(client: Client, buffer: Buffer, part: Path, *, lock: bool) -> Buffer:
         return beside(client, buffer, name, 1)
     with buffer.lock():
         return beside(client, buffer, name, 1)
+
+
+def _still_name(info: BufferInfo, part: Path) -> str:
+    # With the host: the same path on another host is another file, whose snapshot may be in progress.
+    asked = f"{socket.gethostname()} {info.id:x} {part.absolute()}"
+    return private_name(info.name, f"snapshot-{hashlib.sha256(asked.encode()).hexdigest()[:24]}")
+
+
+def forget(client: Client, info: BufferInfo, path: Path) -> None:
+    """Delete the servers' copy with which an interrupted snapshot of a buffer into that file could be continued."""
+    if info.versions == 1:
+        sweep(client, _still_name(info, _part(path)))
 
 
 def beside(client: Client, buffer: Buffer, name: str, replicas: int) -> Buffer:

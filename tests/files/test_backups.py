@@ -14,8 +14,9 @@ import torch
 import smb
 import smb.torch
 import smb.train
-from smb.files import backups
+from smb.files import backups, copying
 from tests.support.commands import run_smb
+from tests.support.daemons import wait_for
 
 COUNT = 100_003
 
@@ -137,13 +138,22 @@ def test_a_cluster_is_saved_and_made_again(cluster: smb.LocalCluster, other: smb
 
 
 def test_names_that_are_not_there_and_published_ones_are_refused(cluster: smb.LocalCluster, tmp_path: Path) -> None:
-    """Nothing appears then, and an interrupted backup's directory is used again, but no other one."""
+    """So is one in two groups. Nothing is left then, and no directory with others' files is used."""
     with smb.connect(cluster.address) as client:
         client.create("state", 10, versions=2)
-        for names, told in (("nothing,state", "there is no buffer 'nothing'"), ("state", "published by generations")):
-            refused = run("snapshot", "--all", str(tmp_path / "b"), "--together", names, at=cluster, fails=True)
+        client.create("w", 10)
+        client.create("v", 10)
+        for groups, told in (
+            (["nothing,state"], "there is no buffer 'nothing'"),
+            (["state"], "published by generations"),
+            (["v,w", "w"], "'w' is in two groups"),
+        ):
+            options = [word for names in groups for word in ("--together", names)]
+            refused = run("snapshot", "--all", str(tmp_path / "b"), *options, at=cluster, fails=True)
             assert told in refused
             assert not (tmp_path / "b").exists()
+        assert not list(tmp_path.iterdir())
+        (tmp_path / "b.part").mkdir(mode=0o700)
         (tmp_path / "b.part/kept").write_text("of somebody else")
         refused = run("snapshot", "--all", str(tmp_path / "b"), at=cluster, fails=True)
         assert "kept is not of a backup" in refused
@@ -242,3 +252,81 @@ def test_weights_of_a_training_are_never_replaced(
             worker.step()
             assert not there.open("a").read().any()
             assert not there.open("run").read().any()
+
+
+def test_what_a_killed_backup_left_is_in_nobodys_way(cluster: smb.LocalCluster, tmp_path: Path) -> None:
+    part = tmp_path / "b.part"
+    part.mkdir(mode=0o700)
+    for name in ("data-000001.bytes.part", "data-000007.bytes", "data-000009.training.part-ab", "backup.json"):
+        (part / name).write_text("half")
+    with smb.connect(cluster.address) as client:
+        client.create("w", 10).fill(1)
+        run("snapshot", "--all", str(tmp_path / "b"), at=cluster)
+    assert not part.exists()
+    assert {each.name for each in (tmp_path / "b").iterdir()} == {
+        *("backup.json", "data-000001.bytes", "data-000001.bytes.crc32c"),
+    }
+
+
+def test_buffers_that_are_gone_or_replaced_meanwhile_end_no_backup(
+    cluster: smb.LocalCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was deleted is skipped, what was replaced is saved as it is now, and what was renamed is noted."""
+    said: list[str] = []
+    with smb.connect(cluster.address) as client:
+        for name in ("deleted", "kept", "renamed", "replaced"):
+            client.create(name, 10).fill(1)
+        snapshot = copying.snapshot
+
+        def then_replace(client: smb.Client, name: str, path: Path) -> int:
+            number = snapshot(client, name, path)
+            if name == "replaced" and len(client.open(name).shape) == 1:
+                client.delete(name)
+                client.create(name, (2, 3)).fill(2)
+            return number
+
+        monkeypatch.setattr(copying, "snapshot", then_replace)
+        infos = backups.kept(client)
+        client.delete("deleted")
+        client.rename("renamed", "other")
+        with backups.Backup(client, tmp_path / "b", said.append) as backup:
+            backup.add(infos)
+        assert {info.name for info in client.list()} == {"kept", "other", "replaced"}
+    entries, missing = backups.read_manifest(tmp_path / "b")
+    assert [(entry.name, entry.shape) for entry in entries] == [("kept", (10,)), ("replaced", (2, 3))]
+    assert "deleted: was deleted meanwhile" in said
+    assert missing == {"renamed": "it was renamed to 'other' meanwhile"}
+    assert (tmp_path / "b" / entries[1].file).stat().st_size == 24
+
+
+# More than 5 s: waits for two calls on a server that is away, and for its lease.
+def test_what_cannot_be_read_is_missing_and_the_rest_is_saved(tmp_path: Path) -> None:
+    """A server is away, then back without its memory: the backup ends with 3 and says what it lacks, and a restore says
+    it again. Nothing waits twice for a server that is away, and no copy is left behind.
+    """
+    with smb.LocalCluster(servers=2, capacity="64MiB") as cluster, smb.connect(cluster.address, timeout=2) as client:
+        away = cluster.servers[1]
+        for name in ("a", "b", "c", "d"):
+            client.create(name, 10, servers=[away.name if name in ("b", "c") else cluster.servers[0].name]).fill(1)
+        away.kill()
+        wait_for(lambda: not all(server.alive for server in client.servers()), "the server to be away")
+        with backups.Backup(client, tmp_path / "monday") as backup:
+            backup.add(backups.kept(client), together=[["a", "b"]])
+        assert [entry.name for entry in backup.entries] == ["d"]
+        assert sorted(backup.missing) == ["a", "b", "c"]
+        assert f"memory server {away.name} is away" in backup.missing["c"]
+        for left in cluster.memory_directory.glob(f"smb.{away.name}.*"):
+            left.unlink()
+        away.start()
+        wait_for(lambda: client.open("b").info.lost, "its memory to count as lost")
+        done = run_smb("snapshot", "--all", tmp_path / "tuesday", coordinator=cluster.address)
+        assert done.returncode == 3
+        for name in ("b", "c"):
+            assert f"not in the backup: {name}: " in done.stderr
+        assert {info.name for info in client.list()} == {"a", "b", "c", "d"}
+        for info in client.list():
+            client.delete(info.name)
+        done = run_smb("restore", "--all", tmp_path / "tuesday", coordinator=cluster.address)
+        assert done.returncode == 0
+        assert "not in the backup: b: " in done.stderr
+        assert [info.name for info in client.list()] == ["a", "d"]

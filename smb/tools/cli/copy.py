@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -12,7 +13,7 @@ import typer
 from smb.errors import Error, NotFoundError
 from smb.tools.cli.connection import connect
 from smb.tools.cli.options import Coordinator
-from smb.tools.cli.output import console
+from smb.tools.cli.output import console, print_error
 
 if TYPE_CHECKING:
     from smb import Client
@@ -26,6 +27,7 @@ Replicas = Annotated[
     ),
 ]  # fmt: skip
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar.")]
+_INCOMPLETE = 3  # exit code of a backup that lacks buffers which could not be read
 
 
 def snapshot(
@@ -49,7 +51,8 @@ def snapshot(
     """Write a buffer into a file, while others go on.
 
     FILE appears when it is whole, with its checksums in FILE.crc32c. Called again after it was interrupted, it goes on.
-    With --all, DIR has the whole cluster: smb restore --all DIR makes it again.
+    With --all, DIR has the whole cluster: smb restore --all DIR makes it again. The exit code is 3 if it lacks buffers
+    that could not be read.
 
     Example: smb snapshot weights weights.npy
     """
@@ -76,17 +79,21 @@ def _snapshot_all(directory: Path, together: list[list[str]], quiet: bool, coord
     from smb.files import backups
     from smb.train.parts import trainings_in
 
-    with connect(coordinator) as client, backups.Backup(client, directory) as backup:
+    def say(line: str) -> None:
+        _say(quiet, line)
+
+    with connect(coordinator) as client, backups.Backup(client, directory, say) as backup:
         infos = backups.kept(client)
         trainings, owned = trainings_in(client, {info.name for info in infos})
-        for training in trainings:
-            file = backup.path("training")
-            number = smb.train.save(client, training, file)
-            backup.add_training(training, file)
-            _say(quiet, f"training {training}: round {number}")
-        others = [info for info in infos if info.name not in owned]
-        backup.add(others, together=together, say=lambda line: _say(quiet, line))
+        for info in infos:
+            if info.name in trainings:
+                backup.add_training(info, functools.partial(smb.train.save, client, info.name))
+        backup.add([info for info in infos if info.name not in owned], together=together)
     console().print(f"{len(backup.entries)} buffers and trainings: {directory}")
+    if backup.missing:
+        for name, reason in backup.missing.items():
+            print_error(f"not in the backup: {name}: {reason}")
+        raise typer.Exit(_INCOMPLETE)
 
 
 def _restore_all(directory: Path, replace: bool, quiet: bool, coordinator: str | None) -> None:
@@ -94,7 +101,9 @@ def _restore_all(directory: Path, replace: bool, quiet: bool, coordinator: str |
     from smb.files import backups
     from smb.train.parts import trainings_in
 
-    entries = backups.read_manifest(directory)
+    entries, missing = backups.read_manifest(directory)
+    for name, reason in missing.items():
+        print_error(f"not in the backup: {name}: {reason}")
     trainings = [entry for entry in entries if entry.kind == "training"]
     with connect(coordinator) as client:
 
