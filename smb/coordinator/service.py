@@ -17,6 +17,7 @@ from weakref import WeakValueDictionary
 
 import grpc.aio
 
+from smb.config.printable import printable
 from smb.config.request_ids import audited
 from smb.coordinator import relay_access
 from smb.coordinator.beside_loop import BesideLoop
@@ -109,9 +110,9 @@ Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 def _name_of(client_name: str) -> str:
     """Return the name of a client for people: the client's own name, and in brackets the name or role in its
-    certificate.
+    certificate. What could control a terminal is escaped, since each who lists clients shows it.
     """
-    name, who = client_name or "a client without a name", caller()
+    name, who = printable(client_name) or "a client without a name", caller()
     if who == ANYBODY or who.role is None:
         return name
     return f"{name} ({who.name or who.role.value})"

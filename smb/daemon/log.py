@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from smb.config.printable import printable
 from smb.config.request_ids import LogsRequest
 from smb.daemon.own_files import open_own
 from smb.errors import Error, InvalidArgumentError
@@ -33,7 +34,7 @@ class OneLine(logging.Formatter):
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's name
         text = super().formatMessage(record)
         request = getattr(record, "request", "")
-        text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+        text = printable(text)
         return f"{text} (request {request})" if request else text
 
 

@@ -36,6 +36,7 @@ def _entry(entry: str, where: str) -> str:
     if kind == "serial" and _SERIAL.fullmatch(serial):
         return f"serial={serial.lstrip('0')}\n"
     raise InvalidArgumentError(
-        f'{where}: "{entry[:80]}" is neither name=NAME nor serial=HEX, alone in its line; NAME is what follows smb:name/'
-        f" in the certificate, without spaces and #, and `openssl x509 -noout -serial -in cert.pem` prints the latter"
+        f'{where}: "{entry[:80]}" is neither name=NAME nor serial=HEX, alone in its line; NAME is what '
+        f"follows smb:name/ in the certificate, without spaces and #; `openssl x509 -noout -serial -in cert.pem` "
+        f"prints the latter"
     )

@@ -13,6 +13,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 import smb
+from smb.rpc.coordinator_client import Coordinator
+from smb.security.credentials import load_directory
 from smb.security.lab_ca import Holder, make_set
 from smb.security.roles import Role
 from smb.tools.cli.main import app
@@ -74,6 +76,21 @@ def test_clients_are_listed_with_what_they_have(cluster: smb.LocalCluster, place
                 assert str(number) not in json.dumps(found)
     refused = run(cluster, place, "alice")
     assert "limited to namespaces" in str(refused.exception)
+
+
+def test_names_of_clients_steer_no_terminal(cluster: smb.LocalCluster, place: Path) -> None:
+    """A program that does not use smb.connect may send any name: the coordinator escapes it."""
+    coordinator, bad = Coordinator(cluster.address, load_directory(place / "bob")), "b\x1b]0;owned\x07\x9b\nü"
+    escaped = "b\\x1b]0;owned\\x07\\x9b\\nü"
+    try:
+        coordinator.open_session(bad, 10)
+        assert escaped in run(cluster, place, "ann").output
+        listed = json.loads(run(cluster, place, "ann", "--json").output)["clients"]
+        assert [row["name"] for row in listed if row["certificate"] == "bob"] == [f"{escaped} (bob)"]
+        done = run(cluster, place, "ann", "kick", escaped)
+        assert f"ended: {escaped} (bob)" in done.output
+    finally:
+        coordinator.close()
 
 
 def test_a_kicked_client_hears_who_did_it(cluster: smb.LocalCluster, place: Path) -> None:

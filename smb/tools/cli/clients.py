@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from smb.config.printable import printable
 from smb.tools.cli.connection import coordinator_at
 from smb.tools.cli.options import Coordinator, Json
 from smb.tools.cli.output import console, counted, format_ago, print_json, table
@@ -37,14 +38,14 @@ def clients(context: typer.Context, coordinator: Coordinator = None, as_json: Js
     shown = table("CLIENT", "CERTIFICATE", "ROLE", "NAMESPACES", "SINCE", "HEARD", *numbers, "HOLDS", right=numbers)
     for row in rows:
         shown.add_row(
-            _own_name(row),
-            row["certificate"] or "-",
+            printable(_own_name(row)),
+            printable(row["certificate"]) or "-",
             row["role"] or "-",
-            ", ".join(row["namespaces"]) or "all",
+            printable(", ".join(row["namespaces"])) or "all",
             format_ago(row["since"]) if row["since"] else "-",
             format_ago(time.time() - row["silent_s"]),
             str(row["connections"]),
-            _holds(row),
+            printable(_holds(row)),
         )
     console().print(shown)
     console().print(f"\n{counted(len(rows), 'client')}")
@@ -67,10 +68,10 @@ def kick(
     with coordinator_at(coordinator) as cluster:
         reply = cluster.kick_clients(name, _CALL_S)
     for client in reply.clients:
-        sys.stderr.write(f"ended: {client}\n")
+        sys.stderr.write(f"ended: {printable(client)}\n")
     if reply.session_count > len(reply.clients):
         sys.stderr.write(f"and {reply.session_count - len(reply.clients)} more\n")
-    console().print(f"{counted(reply.session_count, 'session')} of {name} ended")
+    console().print(f"{counted(reply.session_count, 'session')} of {printable(name)} ended")
 
 
 def _own_name(row: dict[str, Any]) -> str:

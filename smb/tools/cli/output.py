@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TextIO, cast
 
+from smb.config.printable import printable
 from smb.errors import Error
 
 if TYPE_CHECKING:
@@ -48,20 +49,15 @@ class _Unpadded:
         return getattr(self._file, name)
 
 
-def printable(text: str) -> str:
-    """Return the text with characters escaped that could control a terminal, since clients choose their names."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-
-
 def print_json(value: Any) -> None:
     """Write a value as one JSON document to stdout."""
     sys.stdout.write(json.dumps(value, indent=2, default=str) + "\n")
 
 
 def print_error(message: object) -> None:
-    """Write one line to stderr, unless that is closed, as a terminal may be by now."""
+    """Write one line to stderr, unless that is closed, as a terminal may be by now. Errors may hold others' names."""
     with contextlib.suppress(OSError, ValueError):
-        sys.stderr.write(f"smb: {' '.join(str(message).split())}\n")
+        sys.stderr.write(f"smb: {printable(' '.join(str(message).split()))}\n")
         sys.stderr.flush()
 
 

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from smb.config.printable import printable
 from smb.errors import Error
 from smb.tools.cli.connection import connect, coordinator_at
 from smb.tools.cli.options import Coordinator, Json
-from smb.tools.cli.output import console, counted, format_ago, format_duration, print_json, printable, table
+from smb.tools.cli.output import console, counted, format_ago, format_duration, print_json, table
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -12,8 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 from smb.config.parse import format_bytes
+from smb.config.printable import printable
 from smb.tools.cli.describe import format_shape
-from smb.tools.cli.output import counted, format_duration, printable, table
+from smb.tools.cli.output import counted, format_duration, table
 
 Json = dict[str, Any]
 

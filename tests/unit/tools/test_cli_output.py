@@ -1,13 +1,15 @@
 from __future__ import annotations
 
+import contextlib
 import io
 import time
+from types import SimpleNamespace
 
 import pytest
 import typer
 from rich.console import Console
 
-from smb.tools.cli import output
+from smb.tools.cli import clients, output
 from smb.tools.cli.create import _parse_shape
 from smb.tools.cli.output import format_ago, format_duration, print_error
 
@@ -50,6 +52,30 @@ def test_errors_take_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     """An error's message of several lines becomes one line on stderr."""
     print_error("first\n  second\n")
     assert capsys.readouterr().err == "smb: first second\n"
+
+
+def test_errors_steer_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    """What an error tells of others, such as their names, is escaped; letters of all scripts stay."""
+    print_error("held by \x1b]0;ü\x07\x9b2J\u202e")
+    assert capsys.readouterr().err == "smb: held by \\x1b]0;ü\\x07\\x9b2J\\u202e\n"
+
+
+def test_clients_names_steer_no_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """`smb clients` and its kick escape each text, whatever a coordinator of another version lets through."""
+    bad = "\x1b[2J"
+    row = {
+        "name": bad, "certificate": bad, "role": "client", "namespaces": [bad], "since": 0.0, "silent_s": 0.0,
+        "connections": 0, "holds": 1, "held": [bad],
+    }  # fmt: skip
+    reply = SimpleNamespace(clients=[bad], session_count=1)
+    cluster = SimpleNamespace(clients=lambda _: [row], kick_clients=lambda *_: reply)
+    monkeypatch.setattr(clients, "coordinator_at", lambda _: contextlib.nullcontext(cluster))
+    clients.clients(typer.Context(typer.main.get_command(typer.Typer(callback=lambda: None))))
+    clients.kick(bad)
+    out, err = capsys.readouterr()
+    assert "\x1b" not in out + err
+    assert out.count("\\x1b[2J") == 5
+    assert err == "ended: \\x1b[2J\n"
 
 
 @pytest.mark.parametrize(

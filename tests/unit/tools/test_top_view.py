@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from rich.console import Console, Group
 
-from smb.tools.cli.top_view import printable, render, share, sparks
+from smb.config.printable import printable
+from smb.tools.cli.top_view import render, share, sparks
 
 
 def shown(**changes: Any) -> dict[str, Any]:
