@@ -59,7 +59,8 @@ class Pool:
     dead: frozenset[str] = frozenset()
     weights: Mapping[str, float] = field(default_factory=dict)
     stripe_bytes: int = 0
-    hosts: Mapping[str, str] = field(default_factory=dict)  # the host of each live server
+    hosts: Mapping[str, str] = field(default_factory=dict)  # the machine of each live server that names it
+    addresses: Mapping[str, str] = field(default_factory=dict)  # the host of each live server's data address
     zones: Mapping[str, str] = field(default_factory=dict)  # the zone of each live server that has one
     draining: frozenset[str] = frozenset()
     plain: frozenset[str] = frozenset()  # live servers that take data without TLS
@@ -77,7 +78,14 @@ class Pool:
         """Return how much two servers share that may be lost at once: 1 for a zone, 2 for a host, 3 for both."""
         zone = self.zones.get(server, "")
         one_zone = bool(zone) and zone == self.zones.get(other, "")
-        return one_zone + 2 * (self.hosts.get(server) == self.hosts.get(other))
+        return one_zone + 2 * self._on_one_host(server, other)
+
+    def _on_one_host(self, server: str, other: str) -> bool:
+        """Whether two servers are on one machine. In a rolling upgrade only some name theirs. Then their addresses
+        count."""
+        if server in self.hosts and other in self.hosts:
+            return self.hosts[server] == self.hosts[other]
+        return self.addresses.get(server) == self.addresses.get(other)
 
     def round_of(self, servers: Sequence[str], most: int) -> list[str]:
         """Return the order of turns, stripe by stripe, until it repeats: at least one turn each, at most `most`."""

@@ -183,12 +183,12 @@ class ServerRecord:
     data_tls: bool = False  # its data address speaks TLS
     zone: str = ""
     draining: bool = False  # the server gets no new segments, and its copies move to others
-    host_name: str = ""  # the machine; empty: the host of data_address
+    host_name: str = ""  # the machine: what goes when it is lost; empty: a server of an older version
 
     @property
-    def host(self) -> str:
-        """The machine: what goes when it is lost."""
-        return self.host_name or self.data_address.rpartition(":")[0]
+    def address_host(self) -> str:
+        """The host of its data address."""
+        return self.data_address.rpartition(":")[0]
 
     def to_json(self) -> str:
         """Return the text that `from_json` reads."""

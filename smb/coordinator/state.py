@@ -278,11 +278,12 @@ class State:
         open_to = alive - draining
         free = {name: self.servers[name].capacity_bytes - self.taken_bytes(name) for name in open_to}
         weights = {name: self.servers[name].weight for name in alive}
-        hosts = {name: self.servers[name].host for name in alive}
+        hosts = {name: self.servers[name].host_name for name in alive if self.servers[name].host_name}
+        addresses = {name: self.servers[name].address_host for name in alive}
         zones = {name: self.servers[name].zone for name in alive if self.servers[name].zone}
         dead = frozenset(self.servers.keys() - alive)
         plain = frozenset(name for name in alive if not self.servers[name].data_tls)
-        return Pool(free, dead, weights, self.stripe_bytes, hosts, zones, draining, plain)
+        return Pool(free, dead, weights, self.stripe_bytes, hosts, addresses, zones, draining, plain)
 
     def copies(self, server: str) -> list[Copy]:
         """Return the server's roles in buffers with roles, including buffers that are still being made."""

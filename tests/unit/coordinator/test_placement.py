@@ -21,6 +21,7 @@ from smb.coordinator.placement import (
     weighted_round,
 )
 from smb.coordinator.records import BufferRecord, SegmentRecord
+from tests.support.decisions import Cluster, registration, server
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
@@ -307,3 +308,18 @@ def test_two_copies_lie_in_two_zones_where_there_are_two() -> None:
     assert place_copy(replace(one_machine, free_bytes={"b": GIB, "d": 2 * GIB}), "a", MIB) == "b"
     pods = replace(pool, hosts={"a": "n1", "b": "n1", "c": "n2", "d": "n2"}, zones={})  # two of each node
     assert place_copy(pods, "a", MIB) == "d"
+
+
+def test_a_rolling_upgrade_keeps_two_copies_on_two_machines() -> None:
+    """A server of before does not name its machine, and is known to share that of others by its address. Two that name
+    theirs are told apart by that alone.
+    """
+    cluster = Cluster()
+    machines = {"a1": ("1", ""), "a2": ("1", "m1"), "b1": ("2", ""), "b2": ("2", "m2"), "c": ("1", "m3")}
+    for name, (host, machine) in machines.items():
+        here = replace(server(name), data_address=f"10.0.0.{host}:7000", host_name=machine)
+        cluster.do(registration(cluster.state, here))
+    pool = cluster.state.pool(cluster.now)
+    near = {(one, other) for one in machines for other in machines if one < other and pool.nearness(one, other)}
+    assert near == {("a1", "a2"), ("a1", "c"), ("b1", "b2")}
+    assert place_copy(replace(pool, free_bytes={"a2": 2 * GIB, "b1": GIB}), "a1", MIB) == "b1"
