@@ -108,9 +108,10 @@ class Backup:
         self.missing: dict[str, str] = {}
 
     def __enter__(self) -> Backup:
-        if self._directory.exists():
+        if self._directory.exists() or self._directory.is_symlink():
             raise AlreadyExistsError(f"{self._directory} exists; give each backup a directory of its own")
         self._part.mkdir(mode=0o700, exist_ok=True)
+        _make_private(self._part)
         for left in self._part.iterdir():  # of one that was killed
             if not _DATA.match(left.name) and left.name != MANIFEST:
                 raise AlreadyExistsError(f"{left} is not of a backup; remove {self._part}, or use another directory")
@@ -124,8 +125,8 @@ class Backup:
             self._part.rmdir()
             return
         text = {"format": FORMAT, "buffers": [asdict(entry) for entry in self.entries], "missing": self.missing}
-        with (self._part / MANIFEST).open("w") as file:
-            file.write(json.dumps(text, indent=1))
+        with copying.own_file(self._part / MANIFEST, anew=True) as file:
+            file.write(json.dumps(text, indent=1).encode())
             file.flush()
             os.fsync(file.fileno())
         self._part.rename(self._directory)
@@ -152,7 +153,7 @@ class Backup:
         known = {info.name: info for info in infos}
         joint: set[str] = set()
         for names in together:
-            for name in set(names):
+            for name in sorted(set(names)):
                 if name not in known:
                     raise NotFoundError(f"together with others: there is no buffer {name!r}")
                 if known[name].versions > 1:
@@ -263,6 +264,23 @@ class Backup:
         finally:
             for copy in copies:
                 sweep(self._client, copy)
+
+
+def _make_private(directory: Path) -> None:
+    """Let nobody else use a directory of this user's. Raises InvalidArgumentError for anything else: other users can
+    guess the name, and may have put a link or a directory of theirs there.
+    """
+    refused = InvalidArgumentError(f"{directory} is no directory of this user's; remove it, or use another directory")
+    try:
+        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:
+        raise refused from error
+    try:
+        if os.fstat(descriptor).st_uid != os.geteuid():
+            raise refused
+        os.fchmod(descriptor, 0o700)
+    finally:
+        os.close(descriptor)
 
 
 def _servers_away(client: Client) -> set[str]:

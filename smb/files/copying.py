@@ -299,7 +299,7 @@ def _into_file(
     raises.
     """
     sums = Sums(what, source.nbytes, _blocks_there(part, what, source.nbytes))
-    with _own(part, anew=not sums.blocks) as file, _own(sums_path(part), anew=True) as checksums:
+    with own_file(part, anew=not sums.blocks) as file, own_file(sums_path(part), anew=True) as checksums:
         checksums.write(sums.to_text().encode())
         progress(min(len(sums.blocks) * BLOCK_BYTES, source.nbytes), source.nbytes)
         for offset, data in _blocks(source, len(sums.blocks)):
@@ -317,7 +317,7 @@ def _into_file(
     part.replace(path)
 
 
-def _own(path: Path, *, anew: bool) -> IO[bytes]:
+def own_file(path: Path, *, anew: bool) -> IO[bytes]:
     """Open a file of this user's for writing.
 
     With `anew`, an existing file of that name is removed first: other users can guess the name, and may have put a link

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import smb.train
 from smb.files import backups, copying
 from tests.support.commands import run_smb
 from tests.support.daemons import wait_for
+from tests.support.other_users import AS_ROOT, STRANGER, output_as, sticky
 
 COUNT = 100_003
 
@@ -330,3 +332,39 @@ def test_what_cannot_be_read_is_missing_and_the_rest_is_saved(tmp_path: Path) ->
         assert done.returncode == 0
         assert "not in the backup: b: " in done.stderr
         assert [info.name for info in client.list()] == ["a", "d"]
+
+
+def test_a_backups_directory_is_this_users_alone(cluster: smb.LocalCluster, tmp_path: Path) -> None:
+    """Others can guess the name DIR.part: a link there is not followed, and what others may change gets private."""
+    target, backup, part = tmp_path / "target", tmp_path / "b", tmp_path / "b.part"
+    target.mkdir()
+    with smb.connect(cluster.address) as client:
+        client.create("w", 10).fill(1)
+    part.symlink_to(target)
+    refused = run("snapshot", "--all", str(backup), at=cluster, fails=True)
+    assert "b.part is no directory of this user's" in refused
+    assert not list(target.iterdir())
+    part.unlink()
+    part.mkdir()
+    part.chmod(0o777)
+    (tmp_path / "victim").write_text("kept")
+    (part / "backup.json").symlink_to(tmp_path / "victim")
+    run("snapshot", "--all", str(backup), at=cluster)
+    assert (tmp_path / "victim").read_text() == "kept"
+    assert stat.S_IMODE(backup.stat().st_mode) == 0o700
+    dangling = tmp_path / "dangling"
+    dangling.symlink_to(tmp_path / "nothing")
+    refused = run("snapshot", "--all", str(dangling), at=cluster, fails=True)
+    assert "exists; give each backup a directory of its own" in refused
+
+
+@AS_ROOT
+def test_another_users_directory_is_not_used(cluster: smb.LocalCluster) -> None:
+    with sticky() as place:
+        planted = "become(); os.mkdir(sys.argv[2]); os.chmod(sys.argv[2], 0o777)"
+        output_as(STRANGER, planted, place / "b.part")
+        with smb.connect(cluster.address) as client:
+            client.create("w", 10).fill(1)
+        refused = run("snapshot", "--all", str(place / "b"), at=cluster, fails=True)
+        assert "b.part is no directory of this user's" in refused
+        assert not list((place / "b.part").iterdir())
