@@ -23,8 +23,8 @@ from smb.arrays.memory import whole_pages
 from smb.buffer import Buffer
 from smb.buffer_info import BufferInfo, check_replicas
 from smb.call.async_order import Turns
-from smb.call.cluster_session import ClusterSession
-from smb.call.sync_requests import Home, wait_ms
+from smb.call.cluster_session import REPLACED, ClusterSession
+from smb.call.sync_requests import SESSION_ENDED, Home, wait_ms
 from smb.config import log
 from smb.config.limits import VERSIONS_MAX
 from smb.config.parse import parse_addresses, parse_bytes
@@ -641,29 +641,37 @@ class Client:
         pins and places at barriers were given up when the session ended, and views are lost: take them anew. Trainings
         must be joined again. A change whose outcome was unknown can no longer be settled.
 
-        Blocks for the coordinator. Raises UnavailableError if it cannot be reached, or the client was closed.
+        Blocks for the coordinator. Raises UnavailableError if it cannot be reached, or the client was closed. After an
+        error nothing has changed: call it again.
 
         ```python
         client.reconnect()
         buffer.read()
         ```
         """
-        if self._session.closed:
-            self._session.check_open()
+        self._session.check_ours()
         with self._reconnecting:
             if not self._session.has_ended():
                 return
-            former = self._session
-            self._session = self._join()
-            self._coordinator = self._session.coordinator
-            self._session.published = former.published
+            former, session = self._session, self._join()
+            try:
+                found: dict[Buffer, BufferInfo] = {}
+                for buffer in list(self._buffers):
+                    with contextlib.suppress(NotFoundError):
+                        reply = session.coordinator.open_buffer(buffer.name, 0.0, self.timeout, buffer.info.id)
+                        found[buffer] = BufferInfo.of(reply)
+                session.published = former.published
+                for buffer, info in found.items():
+                    Buffer.__init__(buffer, session, info)  # as new, for all who have it
+            except BaseException:
+                session.close(SESSION_ENDED)
+                raise
             with self._lock:
+                self._session, self._coordinator = session, session.coordinator
                 self._homes.clear()
-            for buffer in list(self._buffers):
-                with contextlib.suppress(NotFoundError):
-                    found = self._coordinator.open_buffer(buffer.name, 0.0, self.timeout, buffer.info.id)
-                    Buffer.__init__(buffer, self._session, BufferInfo.of(found))  # as new, for all who have it
-            former.close()
+            if not former.close(REPLACED):  # another thread has closed the client meanwhile
+                session.close()
+                session.check_ours()
 
     def close(self) -> None:
         """Leave the cluster. Views stay valid; calls in progress over TCP fail. A second call does nothing.
@@ -676,7 +684,11 @@ class Client:
         client.close()
         ```
         """
-        if self._session.close() and self.pages is not None:
+        closed, session = False, None
+        while session is not self._session:  # reconnect() may have put another one in its place meanwhile
+            session = self._session
+            closed = session.close() or closed
+        if closed and self.pages is not None:
             self.pages.close()
 
     def __enter__(self) -> Client:

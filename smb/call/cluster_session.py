@@ -45,6 +45,11 @@ _REPORTS_MAX = 16  # training reports in one renewal
 _CLOSE_S = 1.0
 _LOCATE_S = 1.0
 _WHY_S = 1.0
+_CLOSED = "the client is closed; call smb.connect again"
+REPLACED = (
+    "the session in which this was opened or taken has ended, and client.reconnect() has begun another one; open or "
+    "take it anew"
+)
 
 _log = logging.getLogger("smb")
 
@@ -99,6 +104,7 @@ class ClusterSession:
         self.renewals = Renewals()
         self.session_ended = False
         self._why_ended = SESSION_ENDED
+        self._why_closed = _CLOSED
         self.reports: dict[object, Callable[[], pb.TrainingReport]] = {}  # a report of each training, for dashboards
         self.published = PublishedStates()
         self._stop = event()  # of the renewal: the session was closed or garbage-collected
@@ -130,12 +136,16 @@ class ClusterSession:
 
     def check_open(self) -> None:
         """Raise UnavailableError if the client was closed or its session has ended, Error in a child of fork."""
-        if self._closed:
-            raise UnavailableError("the client is closed; call smb.connect again")
-        if self.session_ended:
+        if self._closed or self.session_ended or self._pid != _current_pid:
+            self.check_ours()
             raise UnavailableError(self.why_ended())
+
+    def check_ours(self) -> None:
+        """Raise UnavailableError if the client was closed, Error in a child of fork."""
         if self._pid != _current_pid:
             raise Error("this client was made before fork, in the parent process; call smb.connect in the child")
+        if self._closed:
+            raise UnavailableError(self._why_closed)
 
     def reach(self, locations: Sequence[SegmentLocation], epoch: int, deadline: Deadline) -> tuple[SegmentPath, ...]:
         """Return the path to each segment."""
@@ -218,14 +228,16 @@ class ClusterSession:
     def closed(self) -> bool:
         return self._closed
 
-    def close(self) -> bool:
-        """Leave the cluster; see Client.close. False if the client was closed already, or in a child of fork."""
+    def close(self, why: str = _CLOSED) -> bool:
+        """Leave the cluster; see Client.close. False if the client was closed already, or in a child of fork. Later
+        calls fail with `why`.
+        """
         if self._pid != _current_pid:
             return False  # a child of fork has no part in its parent's session; locks may be copied in a locked state
         with self._lock:
             if self._closed:
                 return False
-            self._closed = True
+            self._why_closed, self._closed = why, True
             self.switch.open = False
         self._stop.set()
         self.renewals.close()

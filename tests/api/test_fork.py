@@ -45,6 +45,8 @@ def test_the_childs_use_is_refused(client: smb.Client) -> None:
             with pytest.raises(smb.Error, match=r"call smb.connect in the child"):
                 call()
         client.close()  # not the child's to close
+        with pytest.raises(smb.Error, match=r"call smb.connect in the child"):
+            client.reconnect()  # nor to renew
 
     assert in_child(check) == 0
     buffer.accumulate([1.0], 0)

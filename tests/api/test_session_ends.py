@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -142,8 +143,10 @@ def test_a_session_that_has_ended_is_taken_up_again(daemons: Daemons) -> None:
             client.open("gone")
         with pytest.raises(smb.Error):
             gone.read()
-        for lost in (lambda: kept.accumulate(np.ones(10, np.float32), fence=fence), lock.check):
-            with pytest.raises(smb.Error):
+        with pytest.raises(smb.Error):
+            kept.accumulate(np.ones(10, np.float32), fence=fence)
+        for lost in (lock.check, fence.check, gone.read):
+            with pytest.raises(smb.UnavailableError, match=r"session in which .* has ended.*take it anew"):
                 lost()
         with kept.lock(timeout=10) as again:
             kept.accumulate(np.ones(10, np.float32), fence=again)
@@ -152,4 +155,64 @@ def test_a_session_that_has_ended_is_taken_up_again(daemons: Daemons) -> None:
         session = session_of(client)
     with pytest.raises(smb.UnavailableError, match="closed"):
         client.reconnect()
+    wait_for(lambda: coordinator.metric("smb_coordinator_sessions") == 0, "end of all sessions")
+
+
+def test_a_reconnection_that_fails_is_repeated(daemons: Daemons, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The coordinator goes away between two buffers: both still say that the session has ended, the session that was
+    begun is closed, and the next call renews both.
+    """
+    coordinator = daemons.coordinator()
+    server = daemons.memory_server(coordinator.address, "a")
+    assert server.address
+    with smb.connect(coordinator.address, transport=FAR) as client:
+        buffers = [client.create(name, 10) for name in ("one", "two")]
+        session = session_of(client)
+        session.coordinator.close_session(session._session_id, 10.0)
+        wait_for(lambda: not let_in(server, session._session_id), "end of the session")
+        opened: list[str] = []
+
+        def open_once(ours: Coordinator, name: str, *arguments: Any) -> pb.Buffer:
+            if opened:
+                raise smb.UnavailableError("away")
+            opened.append(name)
+            return open_buffer(ours, name, *arguments)
+
+        with monkeypatch.context() as patch:
+            open_buffer = Coordinator.open_buffer
+            patch.setattr(Coordinator, "open_buffer", open_once)
+            with pytest.raises(smb.UnavailableError, match="away"):
+                client.reconnect()
+        assert len(opened) == 1
+        wait_for(lambda: coordinator.metric("smb_coordinator_sessions") == 0, "end of what was begun")
+        for buffer in buffers:
+            with pytest.raises(smb.UnavailableError, match=r"call client\.reconnect\(\)"):
+                buffer.read()
+        client.reconnect()
+        for buffer in buffers:
+            buffer.fill(2)
+            assert buffer.read().sum() == 20
+        assert coordinator.metric("smb_coordinator_sessions") == 1
+    wait_for(lambda: coordinator.metric("smb_coordinator_sessions") == 0, "end of all sessions")
+
+
+def test_a_client_that_is_closed_during_a_reconnection_stays_closed(
+    daemons: Daemons, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The session that the reconnection has begun is closed, too."""
+    coordinator = daemons.coordinator()
+    assert daemons.memory_server(coordinator.address, "a").address
+    client = smb.connect(coordinator.address)
+    buffer, session = client.create("one", 10), session_of(client)
+    session.coordinator.close_session(session._session_id, 10.0)
+    opening = Coordinator.open_buffer
+
+    def close_first(*arguments: Any) -> pb.Buffer:
+        client.close()
+        return opening(*arguments)
+
+    monkeypatch.setattr(Coordinator, "open_buffer", close_first)
+    for call in (client.reconnect, client.reconnect, buffer.read):
+        with pytest.raises(smb.UnavailableError, match="the client is closed"):
+            call()
     wait_for(lambda: coordinator.metric("smb_coordinator_sessions") == 0, "end of all sessions")
