@@ -92,7 +92,10 @@ if not TYPE_CHECKING:  # otherwise mypy would accept every misspelt name
 
     def __getattr__(name: str) -> Any:
         if name in _PACKAGES:
-            return import_module(f"smb.{name}")
+            try:
+                return import_module(f"smb.{name}")
+            except (ImportError, Error) as error:  # what it needs is not installed; help() and hasattr() go on
+                raise AttributeError(str(error)) from error
         if name not in _MODULES:
             raise AttributeError(f"module 'smb' has no attribute {name!r}")
         value = globals()[name] = getattr(import_module(_MODULES[name]), name)

@@ -63,3 +63,28 @@ def test_every_public_name_is_there() -> None:
         assert name in dir(smb)
     with pytest.raises(AttributeError, match="no attribute 'conect'"):
         getattr(smb, "conect")  # noqa: B009 - mypy knows that there is none
+
+
+WITHOUT = """
+import inspect, pydoc, sys
+sys.modules["ray"] = sys.modules["torch"] = None
+import smb
+assert not hasattr(smb, "ray") and not hasattr(smb, "torch") and hasattr(smb, "metrics")
+assert {"connect", "Buffer"} <= dict(inspect.getmembers(smb)).keys()
+assert "connect" in pydoc.render_doc(smb)
+for ask in (lambda: smb.ray, lambda: __import__("smb.ray"), lambda: exec("from smb import ray")):
+    try:
+        ask()
+    except (AttributeError, ImportError, smb.Error) as error:
+        print(type(error).__name__, error)
+"""
+
+
+def test_help_works_without_ray_and_pytorch() -> None:
+    """A part whose packages are not installed is a missing attribute; its import says what to install."""
+    found = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stderr
+    kinds, texts = zip(*(line.split(maxsplit=1) for line in found.stdout.splitlines()), strict=True)
+    assert kinds == ("AttributeError", "Error", "Error")
+    assert len(set(texts)) == 1
+    assert "pip install" in texts[0]
