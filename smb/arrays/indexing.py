@@ -77,7 +77,7 @@ class Indexed:
 def _selected(name: str, shape: tuple[int, ...], index: Any) -> tuple[int, tuple[int, ...]]:
     """Return the first element's offset and the shape of what an index selects."""
     parts = list(index) if isinstance(index, tuple) else [index]
-    while parts and (parts[-1] is Ellipsis or (parts[-1] == slice(None) and isinstance(parts[-1], slice))):
+    while parts and (parts[-1] is Ellipsis or (isinstance(parts[-1], slice) and parts[-1] == slice(None))):
         parts.pop()  # the last dimensions are selected whole anyway
     if len(parts) > len(shape):
         raise IndexError(f"buffer {name!r} has {len(shape)} dimensions, and the index has {len(parts)}")

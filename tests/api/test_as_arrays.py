@@ -47,6 +47,10 @@ def test_an_index_reads_and_writes_as_numpys(buffer: smb.Buffer, index: Any) -> 
     [
         (slice(None, None, 2), smb.InvalidArgumentError, "lie side by side"),
         ([0, 1], smb.InvalidArgumentError, "read\\(\\) returns"),
+        (np.array([0, 1]), smb.InvalidArgumentError, "read\\(\\) returns"),
+        ((0, np.array([0, 1])), smb.InvalidArgumentError, "read\\(\\) returns"),
+        (torch.tensor([0, 1], device="cpu"), smb.InvalidArgumentError, "read\\(\\) returns"),
+        (VALUES > 3, smb.InvalidArgumentError, "read\\(\\) returns"),
         ((slice(0, 1), 0), smb.InvalidArgumentError, "one slice without a step"),
         (None, smb.InvalidArgumentError, "lie side by side"),
         ("x", smb.InvalidArgumentError, "'cube'"),
