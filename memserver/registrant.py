@@ -142,6 +142,7 @@ class Registrant:
         self._complained: grpc.StatusCode | None = None  # the logged failure: an outage is logged once
         self._replication = replication
         self._stamps = stamps
+        self._term = 0  # the coordinator's run with which this server registered last
         self._relays = relays
         self._boot_s = boot_s
 
@@ -268,7 +269,9 @@ class Registrant:
         # If the coordinator lists a segment that was dropped since the list was made, the next turn reports it again.
         self._list_was_old = not {*ids} - {*reply.drop_segment_ids} <= {*self._segments.ids()}
         if self._stamps is not None and reply.HasField("stamp"):
-            if reply.stamp.term not in {each.term for each in self._stamps.reported()}:
+            # A creation may have told this server of the coordinator's new run before; nothing was dropped for that run.
+            if reply.stamp.term != self._term:
+                self._term = reply.stamp.term
                 self._segments.forget_drops()
             self._stamps.replace(stamp_of(reply.stamp))
         self._end(reply.ended_sessions)

@@ -70,10 +70,14 @@ def test_a_fault_does_not_end_it(monkeypatch: pytest.MonkeyPatch, caplog: pytest
 def test_what_was_dropped_may_be_made_again_for_another_run(same_run: bool) -> None:
     """A coordinator whose records were restored may have it again; one that had it dropped has not."""
     kept = Mock(read=Mock(return_value=(ServerStamp(1, 5, 10),)))
-    segments = empty()
-    ours = Registrant("127.0.0.1:3", IDENTITY, segments, pb.ServerLoad, Mock(), Mock(), stamps=Stamps(kept))
-    stamp = pb.StoreStamp(cluster=1, term=5 if same_run else 6, sequence=3)
-    answered(ours.turn(), pb.RegisterServerReply(lease_ms=3000, stamp=stamp))
+    segments, stamps = empty(), Stamps(kept)
+    ours = Registrant("127.0.0.1:3", IDENTITY, segments, pb.ServerLoad, Mock(), Mock(), stamps=stamps)
+    answered(ours.turn(), pb.RegisterServerReply(lease_ms=3000, stamp=pb.StoreStamp(cluster=1, term=5, sequence=2)))
+    segments.forget_drops.reset_mock()
+    term = 5 if same_run else 6
+    stamps.learn(ServerStamp(1, term, 3))  # of a creation, which may come before the registration
+    failed(ours.turn(), grpc.StatusCode.NOT_FOUND)
+    answered(ours.turn(), pb.RegisterServerReply(lease_ms=3000, stamp=pb.StoreStamp(cluster=1, term=term, sequence=4)))
     assert segments.forget_drops.called is not same_run
 
 
