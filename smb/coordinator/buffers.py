@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from types import MappingProxyType
 
 from smb.coordinator.records import BufferRecord
@@ -40,7 +40,7 @@ class _Index:
                 mirrors.setdefault(record.mirror_of, set()).add(record.key)
         return _Index(by_server, keys, {source: frozenset(found) for source, found in mirrors.items()}, unsettled)
 
-    def changed(self, gone: Iterable[BufferRecord], put: Iterable[BufferRecord]) -> _Index:
+    def changed(self, gone: Collection[BufferRecord], put: Iterable[BufferRecord]) -> _Index:
         """Return the index after these changes. The work depends on how many records the servers concerned have."""
         by_server, keys, mirrors = dict(self.by_server), dict(self.keys), dict(self.mirrors)
         unsettled = dict(self.unsettled)
@@ -67,6 +67,13 @@ class _Index:
                 of(server)[record.key] = record
             if record.mirror_of:
                 mirrors[record.mirror_of] = mirrors.get(record.mirror_of, frozenset()) | {record.key}
+        # Nothing is kept for a server or a source that has no record left.
+        for server in copied:
+            if not by_server[server]:
+                del by_server[server]
+        for source in {record.mirror_of for record in gone if record.mirror_of}:
+            if not mirrors[source]:
+                del mirrors[source]
         return _Index(by_server, keys, mirrors, unsettled)
 
 
@@ -96,7 +103,7 @@ class Buffers(dict[str, BufferRecord]):
 
     def servers(self) -> Iterable[str]:
         """Return the servers that some record names."""
-        return [name for name, records in self._indices().by_server.items() if records]
+        return self._indices().by_server.keys()
 
     @property
     def unsettled(self) -> bool:

@@ -55,6 +55,8 @@ def test_indices_follow_each_change() -> None:
             assert {each.key for each in buffers.at(name)} == there
             assert all(buffers[each.key] is each for each in buffers.at(name))
         assert set(buffers.servers()) == {name for each in buffers.values() for name in each.servers}
+        made_anew = Buffers(buffers)
+        assert vars(buffers._indices()) == vars(made_anew._indices())  # nothing is left of what has gone
         assert buffers.unsettled == any(each.unsettled for each in buffers.values())
         for number in (1, 2, 17):
             assert buffers.with_id(number) == next((each for each in buffers.values() if each.id == number), None)
