@@ -28,8 +28,8 @@ class BatchUnits:
     def open(
         self, worker: smb.train.Worker, rows: int, size: int, epochs: int | None, seed: int
     ) -> smb.train.WorkUnits:
-        """Return the work units of the worker's training, which end after `epochs`, or, with None, after the epoch that
-        follows the one of the last call. Raises InvalidArgumentError as Shared.batches.
+        """Return the work units of the worker's training, which end after `epochs`, or, with None, after the epoch of
+        the last call, if that is not done, else after the next one. Raises InvalidArgumentError as Shared.batches.
         """
         if worker.batch_size is not None:
             raise InvalidArgumentError(
@@ -42,7 +42,11 @@ class BatchUnits:
             self._client, f"{worker.name}/units", rows, size, seed, epochs=epochs, worker=worker
         )
         if epochs is None:
-            epochs = self._end = self._units.epoch() + 1 if self._end is None else self._end + 1
+            if self._end is None:
+                self._end = self._units.epoch() + 1
+            elif self._units.end_after(self._end) == 0:
+                self._end += 1
+            epochs = self._end
         self.left = self._units.end_after(epochs)
         return self._units
 

@@ -202,7 +202,8 @@ class Shared:
         when it left or died go to another process. The iteration ends when all processes together have done all
         `epochs`. `epochs` counts over the life of the training: if a script asked for 10, its second run finds no
         batches left, and has to ask for 20 or begin anew (fresh=True). Without `epochs` it is one epoch: the one that
-        the training is in at the first call, and the next one at each further call.
+        the training is in at the first call, and the next one at each further call. After an iteration that was left,
+        as by `break`, the next call yields the rest of its epoch, with the batch that was in hand.
 
         len() is the number of batches that all processes together have left.
 

@@ -192,6 +192,31 @@ def test_each_call_is_one_epoch(connect: Connect) -> None:
         assert len(shared.batches(100, 8, epochs=9)) > 13
 
 
+def test_an_epoch_that_was_left_is_finished_first(connect: Connect) -> None:
+    """After a break the next call yields the rest of the epoch, with the batch in hand, and the call after that one
+    the next epoch; also if another process did the rest meanwhile.
+    """
+    model = network()
+    with smb.torch.join(model, sgd(model), "run", scheme=Adding(), client=connect()) as shared:
+        done: list[int] = []
+        for number, batch in enumerate(shared.batches(100, 8)):
+            if number == 3:
+                break
+            done += batch.tolist()
+        rest = shared.batches(100, 8)
+        assert len(rest) == 10
+        assert sorted(done + torch.cat(list(rest)).tolist()) == list(range(100))
+        assert sorted(torch.cat(list(shared.batches(100, 8))).tolist()) == list(range(100))
+        left = next(shared.batches(100, 8)).tolist()
+        other = network()
+        shared.batches(100, 8)  # hands the batch in hand back
+        with smb.torch.join(other, sgd(other), "run", client=connect()) as later:
+            theirs = torch.cat(list(later.batches(100, 8))).tolist()
+        assert sorted(theirs) == list(range(100))
+        assert set(left) < set(theirs)
+        assert sorted(torch.cat(list(shared.batches(100, 8))).tolist()) == list(range(100))
+
+
 def test_what_is_there_after_close(connect: Connect) -> None:
     """Progress is as of then."""
     model = network()
