@@ -269,7 +269,7 @@ class Registrant:
         # If the coordinator lists a segment that was dropped since the list was made, the next turn reports it again.
         self._list_was_old = not {*ids} - {*reply.drop_segment_ids} <= {*self._segments.ids()}
         if self._stamps is not None and reply.HasField("stamp"):
-            # A creation may have told this server of the coordinator's new run before; nothing was dropped for that run.
+            # Not by the stamps: a creation may have told this server of the new run before it registers there.
             if reply.stamp.term != self._term:
                 self._term = reply.stamp.term
                 self._segments.forget_drops()
