@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 from smb.call.sync_requests import LOST
-from smb.engine import SOURCES_MAX, crc32c
+from smb.engine import SOURCES_MAX, crc32c, memory_of
 from smb.rpc.metadata import encode
 from smb.transport.reconnect import connections_for
 
@@ -28,6 +28,7 @@ __all__ = [
     "crc32c",  # for a snapshot's blocks
     "encode",  # a buffer's metadata, in its final size: for files
     "is_located",
+    "memory_of",  # of a block that a restore writes into a version
     "note_name",
     "opened_by",
     "session_of",
@@ -70,7 +71,8 @@ def opened_by(buffer: Buffer) -> Session:
 def versions_of(buffer: Buffer) -> Versions:
     """Return a buffer's versions: which slot has which version, and publication in steps.
 
-    For published states and their mirrors, which write a version in parts and read it into memory of their own.
+    For published states, their mirrors and restores, which write a version in parts and read it into memory of their
+    own.
     """
     return buffer._versions
 

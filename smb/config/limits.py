@@ -28,6 +28,9 @@ TRAINING_HEADER_PARTS_MAX = 2 * HEADER_PARTS_MAX + 2 * METADATA_PARTS_MAX
 # A checkpoint's index: half a million pieces of tensors, each with about 40 characters and 8 brackets and commas.
 CHECKPOINT_INDEX_BYTES_MAX = 64 << 20
 CHECKPOINT_INDEX_PARTS_MAX = 1 << 22
+# What a backup has: 100 000 buffers with about 600 characters and 20 brackets and commas each, and their metadata.
+BACKUP_MANIFEST_BYTES_MAX = 256 << 20
+BACKUP_MANIFEST_PARTS_MAX = 1 << 24
 DIGITS_MAX = 4300  # of a whole number in JSON: Python's own default limit
 QUOTED_CHARACTERS_MAX = 60  # of an untrusted value in an error
 ERROR_CHARACTERS_MAX = 300  # of an error about such values in another error

@@ -10,19 +10,18 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from smb.buffer import Buffer
 from smb.buffer_info import BufferInfo
 from smb.client import Client
-from smb.config.untrusted import open_regular, parse_json, shortened
+from smb.config.limits import BACKUP_MANIFEST_BYTES_MAX, BACKUP_MANIFEST_PARTS_MAX, NAME_CHARACTERS_MAX
+from smb.config.untrusted import count_parts, parse_json, quoted, read_file, shortened
 from smb.errors import (
     AlreadyExistsError,
     DeadlineError,
@@ -39,7 +38,7 @@ from smb.published import ABOUT, LOG, has_deltas, state_of
 MANIFEST = "backup.json"
 FORMAT = 1
 _TRIES = 3  # attempts at a buffer that others replace meanwhile
-_PARTS_MAX = 20_000_000  # commas and brackets of a manifest: of 100 000 buffers with some metadata
+_NAME = re.compile(r"[A-Za-z0-9._-]+(/[A-Za-z0-9._-]+)*")  # of a buffer, as the coordinator takes it
 _DATA = re.compile(r"data-\d{6}\.(bytes|training)")
 Say = Callable[[str], None]  # gets one line about each buffer
 Owned = Callable[[Collection[str]], Collection[str]]  # which of these names of buffers are parts of trainings
@@ -103,6 +102,7 @@ class Backup:
         self._directory = directory
         self._part = directory.with_name(f"{directory.name}.part")
         self._say = say
+        self._text = [0, 0]  # bytes, and brackets and commas, of the entries in the manifest
         self._away: set[str] = set()  # servers that were away when a buffer could not be saved
         self.entries: list[Entry] = []
         self.missing: dict[str, str] = {}
@@ -137,7 +137,7 @@ class Backup:
         def saved() -> None:
             file = self._path("training")
             number = save(file)
-            self.entries.append(Entry(info.name, file.name, "training"))
+            self._append(Entry(info.name, file.name, "training"))
             self._say(f"training {info.name}: round {number}")
 
         self._attempt([info], saved)
@@ -215,6 +215,15 @@ class Backup:
             self._away = _servers_away(self._client)
         return sorted(only & self._away)
 
+    def _append(self, entry: Entry) -> None:
+        """Raises Error if no restore could read the manifest then. Half of its bounds is for what is missing."""
+        text = json.dumps(asdict(entry), indent=1)
+        size = [self._text[0] + len(text) + 8 * text.count("\n"), self._text[1] + count_parts(text)]
+        if size[0] > BACKUP_MANIFEST_BYTES_MAX // 2 or size[1] > BACKUP_MANIFEST_PARTS_MAX // 2:
+            raise Error(f"the metadata of all buffers together is too large for one {MANIFEST}")
+        self._text = size
+        self.entries.append(entry)
+
     def _path(self, kind: str) -> Path:
         """Return the path for the data of the next entry."""
         return self._part / f"data-{len(self.entries) + 1:06d}.{'bytes' if kind == 'buffer' else kind}"
@@ -241,7 +250,7 @@ class Backup:
             (each for each in infos if each.id != info.id and info.replicas > 1 and each.moves_with(info)), None
         )
         done = {entry.name for entry in self.entries}
-        self.entries.append(
+        self._append(
             Entry(
                 buffer.name, file.name if stored else "", "buffer", buffer.shape, buffer.dtype.name, buffer.versions,
                 generation, info.replicas, info.wire, info.layout.stripe_bytes,
@@ -292,20 +301,45 @@ def read_manifest(directory: Path) -> tuple[list[Entry], dict[str, str]]:
     that is not a backup, OSError.
     """
     path = directory / MANIFEST
-    with os.fdopen(open_regular(path), "rb") as file:
-        text = file.read()
     try:
-        found = parse_json(text, _PARTS_MAX)
+        found = parse_json(read_file(path, BACKUP_MANIFEST_BYTES_MAX), BACKUP_MANIFEST_PARTS_MAX)
         if found["format"] != FORMAT:
             raise ValueError(f"it has format {found['format']}, and this version reads {FORMAT}")
-        entries = [Entry(**{**each, "shape": tuple(each["shape"])}) for each in found["buffers"]]
-        for entry in entries:
-            if not isinstance(entry.name, str) or (entry.file and not _DATA.fullmatch(entry.file)):
-                raise ValueError(f"an entry has the name {entry.name!r} and the file {entry.file!r}")
+        entries: dict[str, Entry] = {}
+        for each in found["buffers"]:
+            entry = Entry(**{**each, "shape": tuple(each["shape"])})
+            _check_entry(entry, entries)
+            entries[entry.name] = entry
         missing = {str(name): str(reason) for name, reason in found.get("missing", {}).items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InvalidArgumentError(f"{path} is not of a backup: {error}") from None
-    return entries, missing
+        raise InvalidArgumentError(f"{path} is not of a backup: {shortened(error)}") from None
+    return list(entries.values()), missing
+
+
+def _check_entry(entry: Entry, before: Mapping[str, Entry]) -> None:
+    """Raise ValueError for an entry that no backup has after those before."""
+    texts = (entry.name, entry.file, entry.kind, entry.dtype, entry.wire, entry.state_of)
+    numbers = (*entry.shape, entry.versions, entry.generation, entry.replicas, entry.stripe_bytes)
+    if not all(isinstance(each, str) for each in texts) or not isinstance(entry.metadata, dict):
+        raise ValueError(f"the entry {quoted(entry.name)} has something else where a text or metadata belong")
+    if not all(type(each) is int and each >= 0 for each in numbers):
+        raise ValueError(f"the entry {quoted(entry.name)} has something else where whole numbers belong")
+    if entry.kind not in ("buffer", "training"):
+        raise ValueError(f"the entry {quoted(entry.name)} is of an unknown kind, {quoted(entry.kind)}")
+    if not entry.file and (entry.kind == "training" or entry.versions < 2):  # a state may never have been published
+        raise ValueError(f"the entry {quoted(entry.name)} has no file")
+    if entry.file and not _DATA.fullmatch(entry.file):
+        raise ValueError(f"the entry {quoted(entry.name)} has the file {quoted(entry.file)}")
+    if (
+        not _NAME.fullmatch(entry.name)
+        or len(entry.name) > NAME_CHARACTERS_MAX
+        or {".", ".."} & set(entry.name.split("/"))
+    ):
+        raise ValueError(f"{quoted(entry.name)} cannot name a buffer")
+    if entry.name in before:
+        raise ValueError(f"the name {quoted(entry.name)} occurs twice")
+    if entry.state_of and (entry.state_of not in before or before[entry.state_of].kind != "buffer"):
+        raise ValueError(f"the entry {quoted(entry.name)} moves with {quoted(entry.state_of)}, which is none before it")
 
 
 def check_free(client: Client, entries: Sequence[Entry], *, replace: bool, owned: Owned) -> None:
@@ -356,7 +390,7 @@ def restore(
         for entry in entries:
             made[entry.name] = buffer = _create(client, entry, made)
             if entry.file:
-                _fill(buffer, directory / entry.file)
+                copying.write_from(directory / entry.file, buffer)
             say(entry.name)
         check_free(client, entries, replace=replace, owned=owned)  # others may have made buffers meanwhile
         for name in list(made):
@@ -375,18 +409,3 @@ def _create(client: Client, entry: Entry, made: dict[str, Buffer]) -> Buffer:
         private, entry.shape, entry.dtype, versions=entry.versions, replicas=entry.replicas, wire=entry.wire,
         stripe=entry.stripe_bytes or None, metadata=metadata,
     )  # fmt: skip
-
-
-def _fill(buffer: Buffer, path: Path) -> None:
-    """Check a file against its checksums, and write it into the buffer."""
-    for _ in copying.checked_blocks(path):
-        pass
-    # An array of no elements has one in memory.
-    data = np.memmap(path, np.uint8, "r")[: buffer.nbytes] if buffer.size else np.empty(0, np.uint8)
-    if data.size != buffer.nbytes:
-        raise Error(f"{path} has {data.size} bytes, and buffer {buffer.name!r} {buffer.nbytes}")
-    values = data.view(buffer.dtype).reshape(buffer.shape)
-    if buffer.versions > 1:
-        buffer.publish(values)
-    elif values.size:
-        buffer.write(values, wire=None if buffer.wire == "exact" else "exact")

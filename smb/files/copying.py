@@ -43,9 +43,10 @@ from smb.files.contents import Live, Octets, Reads
 from smb.files.formats import FileSpec, FileView, header_bytes, spec_of, view_of
 from smb.files.names import Form
 from smb.files.temporary_names import create, private_name, sweep
-from smb.spi import LOST, crc32c
+from smb.spi import LOST, crc32c, memory_of, versions_of
 
 _PIN_S = 30.0
+_TURN_S = 10.0  # a publisher's turn, which is renewed
 # The servers cannot copy a buffer. Another server may have room; a reader's certificate cannot create buffers.
 _NO_COPY = (InvalidArgumentError, OutOfMemoryError, PermissionDeniedError, UnavailableError)
 
@@ -146,8 +147,7 @@ def copy_buffer(
     chunk is whole; a buffer with versions=2 is copied as its latest version. Raises as restore does.
     """
     buffer = source.open(name)
-    view = view_of(Form.RAW, buffer.dtype, buffer.shape, None, {})
-    assert view is not None
+    view = _raw(buffer)
     least = buffer.info.replicas
     copies = _copies(target, new_name, replace, replicas, least)
     if source is target and buffer.versions == 1:
@@ -238,17 +238,46 @@ def _count(source: Reads) -> int:
     return -(-source.nbytes // BLOCK_BYTES)
 
 
+def write_from(path: Path, buffer: Buffer) -> None:
+    """Write a file into a buffer that nobody uses yet, each block once it agrees with FILE.crc32c; into a published one
+    as one version. Raises Error and OSError.
+    """
+    blocks = checked_blocks(path, buffer.nbytes)
+    if buffer.versions == 1:
+        live = Live(buffer, _raw(buffer))
+        for offset, data in blocks:
+            live.write(offset, data)
+        return
+    turn = versions_of(buffer).begin(_TURN_S, _TURN_S, _TURN_S)
+    with turn.kept():
+        try:
+            for offset, data in blocks:
+                turn.write(offset, data.nbytes, memory_of(data))
+        except BaseException:
+            turn.give_up()
+            raise
+        turn.commit()
+
+
+def _raw(buffer: Buffer) -> FileView:
+    view = view_of(Form.RAW, buffer.dtype, buffer.shape, None, {})
+    assert view is not None
+    return view
+
+
 def write_still(still: Buffer, path: Path) -> None:
     """Write the bytes of a buffer that nobody changes into a file, with its checksums."""
-    view = view_of(Form.RAW, still.dtype, still.shape, None, {})
-    assert view is not None
-    _into_file(Live(still, view), secrets.token_hex(), _part(path), path, lambda *_: None)
+    _into_file(Live(still, _raw(still)), secrets.token_hex(), _part(path), path, lambda *_: None)
 
 
-def checked_blocks(path: Path) -> Iterator[tuple[int, Octets]]:
-    """Yield (offset, bytes) of each block of a file, once each agrees with FILE.crc32c. Raises Error and OSError."""
+def checked_blocks(path: Path, nbytes: int) -> Iterator[tuple[int, Octets]]:
+    """Yield (offset, bytes) of each block of a file that must have `nbytes` bytes, once each agrees with FILE.crc32c.
+    The bytes are valid until the next block. Raises Error and OSError.
+    """
     with LocalFile(path) as source:
         sums = Sums.of_file(sums_path(path))
+        if source.nbytes != nbytes:
+            raise Error(f"{path} has {source.nbytes} bytes, and its buffer takes {nbytes}")
         if (sums.nbytes, len(sums.blocks)) != (source.nbytes, _count(source)):
             raise Error(f"{path} has {source.nbytes} bytes, but {sums_path(path).name} is for {sums.nbytes}")
         yield from _blocks(_Checked(source, sums.blocks, str(path)))

@@ -15,6 +15,8 @@ import torch
 import smb
 import smb.torch
 import smb.train
+from smb.config.limits import BACKUP_MANIFEST_BYTES_MAX
+from smb.config.untrusted import open_regular
 from smb.files import backups, copying
 from tests.support.commands import run_smb
 from tests.support.daemons import wait_for
@@ -170,11 +172,92 @@ def test_what_is_no_backup_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "backup.json").write_text(text)
     with pytest.raises(smb.InvalidArgumentError, match="is not of a backup"):
         backups.read_manifest(tmp_path)
-    (tmp_path / "backup.json").write_text(
-        '{"format": 1, "buffers": [{"name": "w", "file": "../../etc/passwd", "shape": []}]}'
-    )
-    with pytest.raises(smb.InvalidArgumentError, match="is not of a backup"):
+
+
+ENTRY = {"name": "w", "file": "data-000001.bytes", "shape": [10], "dtype": "float32"}
+
+
+@pytest.mark.parametrize(
+    ("entries", "why"),
+    [
+        ([{"file": "../../etc/passwd"}], "has the file"),
+        ([{"state_of": ["w"]}], "something else where a text"),
+        ([{"metadata": []}], "something else where a text or metadata"),
+        ([{"shape": [1.5]}], "something else where whole numbers"),
+        ([{"versions": True}], "something else where whole numbers"),
+        ([{"replicas": -1}], "something else where whole numbers"),
+        ([{"kind": "barrier"}], "unknown kind"),
+        ([{"kind": "training", "file": ""}], "has no file"),
+        ([{"file": ""}], "has no file"),
+        ([{"name": "a/../b"}], "cannot name a buffer"),
+        ([{"name": "n" * 256}], "cannot name a buffer"),
+        ([{}, {}], "'w' occurs twice"),
+        ([{"state_of": "later"}, {"name": "later"}], "moves with 'later'"),
+        ([{"surprise": 1}], "surprise"),
+    ],
+)
+def test_entries_that_no_backup_has_are_refused(tmp_path: Path, entries: list[dict[str, Any]], why: str) -> None:
+    text = {"format": 1, "buffers": [{**ENTRY, **each} for each in entries]}
+    (tmp_path / "backup.json").write_text(json.dumps(text))
+    with pytest.raises(smb.InvalidArgumentError, match=f"is not of a backup: .*{why}"):
         backups.read_manifest(tmp_path)
+    text["buffers"] = [ENTRY, {**ENTRY, "name": "v", "state_of": "w", "versions": 2, "file": ""}]
+    (tmp_path / "backup.json").write_text(json.dumps(text))
+    assert [entry.name for entry in backups.read_manifest(tmp_path)[0]] == ["w", "v"]
+
+
+def test_a_manifest_has_a_bound(cluster: smb.LocalCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A larger one is not read, and a backup notes what would make it larger, so that it can be restored."""
+    with (tmp_path / "backup.json").open("wb") as file:
+        file.truncate(BACKUP_MANIFEST_BYTES_MAX + 1)
+    with pytest.raises(smb.InvalidArgumentError, match="may have at most"):
+        backups.read_manifest(tmp_path)
+    monkeypatch.setattr(backups, "BACKUP_MANIFEST_BYTES_MAX", 20_000)
+    with smb.connect(cluster.address) as client:
+        client.create("a", 10, metadata={"large": "x" * 20_000}).fill(1)
+        client.create("b", 10).fill(1)
+        with backups.Backup(client, tmp_path / "b", lambda _: None) as backup:
+            backup.add(backups.kept(client))
+    entries, missing = backups.read_manifest(tmp_path / "b")
+    assert [entry.name for entry in entries] == ["b"]
+    assert "too large" in missing["a"]
+
+
+def test_what_is_checked_is_what_is_restored(
+    cluster: smb.LocalCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each file is opened once, and each block written once it was checked: into a version, too, of several blocks."""
+    opened: list[str] = []
+    with smb.connect(cluster.address) as client:
+        values = np.random.default_rng(3).random(5_000_003, dtype=np.float32)
+        client.create("plain", values.size).write(values)
+        client.create("state", values.size, versions=2).publish(values)
+        with backups.Backup(client, tmp_path / "b", lambda _: None) as backup:
+            backup.add(backups.kept(client))
+        entries, _ = backups.read_manifest(tmp_path / "b")
+
+        def look(path: Path) -> int:
+            opened.append(path.name)
+            return open_regular(path)
+
+        monkeypatch.setattr(copying, "open_regular", look)
+        monkeypatch.delattr(np, "memmap")  # which opens files, too
+        backups.restore(client, tmp_path / "b", entries, owned=lambda _: (), replace=True, say=lambda _: None)
+        assert opened == [entry.file for entry in entries]
+        for name in ("plain", "state"):
+            np.testing.assert_array_equal(client.open(name).read(), values)
+        assert client.open("state").version == 1
+        data = tmp_path / "b" / entries[1].file
+        with data.open("r+b") as file:
+            file.seek(-1, 2)
+            file.write(b"\xff")
+        with pytest.raises(smb.Error, match="wrong CRC-32C"):
+            backups.restore(client, tmp_path / "b", entries, owned=lambda _: (), replace=True, say=lambda _: None)
+        with data.open("r+b") as file:
+            file.truncate(8)
+        with pytest.raises(smb.Error, match="has 8 bytes, and its buffer takes"):
+            backups.restore(client, tmp_path / "b", entries, owned=lambda _: (), replace=True, say=lambda _: None)
+        assert [info.name for info in client.list()] == ["plain", "state"]
 
 
 def test_a_state_with_deltas_is_made_again(cluster: smb.LocalCluster, other: smb.LocalCluster, tmp_path: Path) -> None:
