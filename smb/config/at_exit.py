@@ -25,13 +25,10 @@ def at_exit(when: AtExit) -> Callable[[Callable[[], object]], Callable[[], objec
 
     def decorate(function: Callable[[], object]) -> Callable[[], object]:
         _functions[when] = function
-        atexit.unregister(_end)
-        atexit.register(_end)
+        # One by one: Python prints what one of them raises, and calls the next.
+        for each in sorted(_functions, reverse=True):
+            atexit.unregister(_functions[each])
+            atexit.register(_functions[each])
         return function
 
     return decorate
-
-
-def _end() -> None:
-    for when in sorted(_functions):
-        _functions[when]()
