@@ -114,7 +114,8 @@ class ClusterSession:
             name="smb-session",
             daemon=True,
         )
-        weakref.finalize(self, self._stop.set).atexit = False  # a session that nobody can use any more ends at once
+        # A session that nobody can use any more ends at once.
+        weakref.finalize(self, _stop_own, self._stop, self._pid).atexit = False
         self._renewal.start()
         _sessions.add(self)
         _renewals.add(self._renewal)
@@ -272,6 +273,12 @@ def _close_all() -> None:
         session.close()
     for renewal in list(_renewals):
         renewal.join(_CLOSE_S)
+
+
+def _stop_own(stop: threading.Event, pid: int) -> None:
+    """Let the renewal of a session stop; in a child of fork do nothing: the event's lock may be copied as taken."""
+    if pid == _current_pid:
+        stop.set()
 
 
 def _end(coordinator: Coordinator, session_id: int) -> None:

@@ -6,6 +6,7 @@ import gc
 import logging
 import os
 import signal
+import threading
 import traceback
 import warnings
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from collections.abc import Callable
 import pytest
 
 import smb
+from smb.spi import session_of
 from tests.fault.long import times
 from tests.support.transports import EACH_WAY
 
@@ -23,6 +25,7 @@ def in_child(check: Callable[[], object]) -> int:
         warnings.simplefilter("ignore", DeprecationWarning)  # from 3.12 on: this process has threads; that is the point
         pid = os.fork()
     if pid == 0:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)  # pytest-timeout's raises, which garbage collection ignores
         signal.alarm(20)
         status = 1
         try:
@@ -51,6 +54,34 @@ def test_the_childs_use_is_refused(client: smb.Client) -> None:
     assert in_child(check) == 0
     buffer.accumulate([1.0], 0)
     assert buffer.read().tolist() == [2, 1, 1, 1, 1]
+
+
+def test_the_child_drops_the_parents_client_at_any_moment(cluster: smb.LocalCluster) -> None:
+    """The renewal's lock is taken by another thread as the process forks: the child's garbage collection goes on."""
+    clients = [smb.connect(cluster.address)]
+    stop = session_of(clients[0])._stop
+    taken, over = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with stop._cond:
+            taken.set()
+            over.wait(60)
+
+    holding = threading.Thread(target=hold)
+    holding.start()
+    taken.wait(60)
+
+    def check() -> None:
+        clients.clear()
+        gc.collect()
+
+    try:
+        assert in_child(check) == 0
+    finally:
+        over.set()
+        holding.join()
+    assert clients[0].list() == []
+    clients[0].close()
 
 
 @pytest.mark.parametrize("transport", EACH_WAY)
