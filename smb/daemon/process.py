@@ -48,6 +48,9 @@ _PAGE_PAUSE_S = 0.1  # after no descriptor was available for a connection
 # (HELLO_DEADLINE_MS). gRPC's own default is two minutes, in which one stranger would take all descriptors.
 GRPC_HANDSHAKE_MS = 5000
 GRPC_CONNECTIONS_MAX = 1 << 17  # twice the sessions of a cluster
+# In progress over one connection; more wait at their client. All calls stand in one queue, so thousands of one client,
+# though refused, would hold up the renewals of others. No certificate has more in progress (CALLS_PER_CERTIFICATE_MAX).
+GRPC_CALLS_PER_CONNECTION_MAX = 512
 # With so_reuseport, two daemons would share one port and each get half of the calls.
 # The largest request that smb/rpc/bounds.py accepts has 1.3 MiB: a registration with all its segments.
 _GRPC_SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
@@ -55,6 +58,7 @@ _GRPC_SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_receive_message_length", 2 << 20),
     ("grpc.max_send_message_length", 256 << 20),
     ("grpc.server_handshake_timeout_ms", GRPC_HANDSHAKE_MS),
+    ("grpc.max_concurrent_streams", GRPC_CALLS_PER_CONNECTION_MAX),
 )
 
 _READY_BYTES_MAX = 4096  # of a ready file, which has four names and values

@@ -210,6 +210,7 @@ LEFT_OUT = {
     "regressions/test_statistics_of_the_last_batches.py": _TRAINING,
     "regressions/test_stopped_coordinator_cancels.py": _ELSEWHERE,
     "regressions/test_taken_port.py": _ELSEWHERE,
+    "regressions/test_thousands_of_calls_of_one_client.py": _ELSEWHERE,
     "regressions/test_training.py": _TRAINING,
     "regressions/test_training_without_coordinator.py": _TRAINING,
     "regressions/test_trainings_made_anew.py": _TRAINING,
