@@ -263,6 +263,14 @@ def test_a_drain_before_the_stop_has_time(tmp_path: Path) -> None:
     assert {each["name"] for each in spec["volumes"]} - {each["name"] for each in plain["volumes"]} == {"operator"}
 
 
+def test_the_secrets_are_those_that_the_page_creates() -> None:
+    """The base, the drain and the backup use no secret that docs/install.md does not create; one has one name."""
+    page = (ROOT / "docs/install.md").read_text().partition("## Kubernetes")[2].partition("### Helm")[0]
+    created = set(re.findall(r"create secret generic (\S+)", page))
+    used = set(re.findall(r"secretName: (\S+)", yaml.safe_dump_all([*with_drain(), *built("backup")])))
+    assert {"smb-operator-credentials", "smb-memserver-credentials"} <= used <= created
+
+
 def test_the_drain_before_the_stop_empties_a_server(tmp_path: Path) -> None:
     """The hook's command, with the pod's variables, on a real cluster with certificates: the server that it names is
     empty, with the operator's certificate and not with the server's. While no other server has room it tries again.
