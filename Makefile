@@ -38,7 +38,7 @@ endif
 endif
 endif
 
-.PHONY: simulate simulate-short demo test pytest packages lint format-c lock nightly soak nftables matrix c-test fuzz-short verbs fault long fuzz model sanitized promises spin chromium tmux prometheus etcd etcd-server fuse3 ray ray-tests vllm vllm-tests stacks stacks-tests metrics-page protocol-page perf scaling libssl systemd docs wheel wheel-test upgrade container-test bare install clean
+.PHONY: simulate simulate-short demo test pytest packages lint format-c lock nightly soak nftables matrix c-test fuzz-short verbs fault long fuzz model sanitized promises spin chromium tmux prometheus etcd etcd-server fuse3 ray ray-tests vllm vllm-tests stacks stacks-tests metrics-page protocol-page perf scaling libssl systemd docs wheel wheel-test upgrade day container-test bare install clean
 
 demo: $(VENV)/demo-installed
 	$(BIN)/smb demo $(DEMO)
@@ -182,6 +182,12 @@ wheel-test: wheel
 # A rolling upgrade from the last tag (FROM=: another commit) to this tree and back, under clients of both: all sums must be exact.
 upgrade: $(VENV)/installed
 	@$(call step,$(BIN)/python -m tests.ops.deploy.upgrade $(FROM), the upgrade. Again: $(BIN)/python -m tests.ops.deploy.upgrade $(FROM))
+
+# An operator's day with real etcd, Prometheus and certificates of openssl, on hosts that are network namespaces: changes, losses,
+# a new authority, overload, a restore of everything, with exact sums after each. As root, about 4 minutes.
+day: $(VENV)/test-installed
+	-@$(PYTHON) -m tests.support.packages etcd-server iproute2 openssl prometheus
+	@$(call step,$(BIN)/python -m tests.ops.deploy.day, the day. What the daemons said: build/day)
 
 # The container file's steps in a chroot of Debian's, and the daemons in it as the file's user. As root, about 5 minutes.
 container-test: $(VENV)/test-installed

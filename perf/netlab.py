@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import os
 import re
 import select
@@ -37,7 +38,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any
+from typing import IO, Any
 
 PREFIX = "netlab"
 NAMESPACES = Path("/run/netns")  # where `ip netns` keeps the names
@@ -50,6 +51,7 @@ BURST_S = 0.002
 QUEUE_BYTES_MIN = 256 << 10
 QUEUE_S = 0.02
 END_S = 5.0  # what a process is given between SIGTERM and SIGKILL
+_CLONE_NEWNET = 0x40000000  # of <linux/sched.h>: os.setns is there from Python 3.12 on
 
 _RATE_UNITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}  # tc's: bits per second, powers of ten
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_]{0,31}")
@@ -153,6 +155,18 @@ class Lab:
     def run(self, host: str, command: Sequence[str], **options: Any) -> subprocess.CompletedProcess[Any]:
         """Run a command on the host to its end, with subprocess.run's options."""
         return subprocess.run(["ip", "netns", "exec", self.namespace(host), *command], check=True, **options)
+
+    @contextlib.contextmanager
+    def inside(self, host: str) -> Iterator[None]:
+        """This thread is on the host during the block, and so are the processes and threads that it starts. Sockets
+        that were open before stay where they were. It ends before the lab does: that kills all processes of a host.
+        """
+        with Path("/proc/thread-self/ns/net").open() as before, (NAMESPACES / self.namespace(host)).open() as there:
+            _enter(there)
+            try:
+                yield
+            finally:
+                _enter(before)
 
     def variables(self) -> dict[str, str]:
         """Return what a command is told of the lab: NETLAB_HOSTS, NETLAB_<HOST>_ADDRESS, NETLAB_<HOST>_NAMESPACE."""
@@ -263,6 +277,11 @@ def clean() -> list[str]:
             _remove(name)
             removed.append(name)
     return removed
+
+
+def _enter(namespace: IO[str]) -> None:
+    if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), _CLONE_NEWNET) != 0:
+        raise OSError(ctypes.get_errno(), "setns")
 
 
 def _exit(number: int, _: FrameType | None) -> None:

@@ -63,6 +63,7 @@ FORMS = (
     Form("long", "long", 75, 36),
     Form("soak", "soak MINUTES={half_min} SEED={seed}", 40, 10),  # on SQLite
     Form("soak-etcd", "soak MINUTES={half_min} SEED={seed} SOAK=--etcd", 26, 10),
+    Form("day", "day", 12, 6),
     Form("verbs", "verbs", 42, 20),
     Form("ray", "ray", 7, 3),
     Form("vllm", "vllm", 27, 13),

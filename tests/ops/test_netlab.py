@@ -138,6 +138,17 @@ def test_hosts_see_each_other_and_nothing_else() -> None:
                 ours.accept()
 
 
+def test_a_thread_is_on_a_host_for_a_block() -> None:
+    """With what it starts: there, and only there, the host's address is its own."""
+    with Lab([Host("a")]) as lab:
+        bind = f"import socket; socket.create_server(({lab.address('a')!r}, 0))"
+        with lab.inside("a"):
+            socket.create_server((lab.address("a"), 0)).close()
+            subprocess.run([sys.executable, "-c", bind], check=True)
+        with pytest.raises(OSError, match="assign requested address"):
+            socket.create_server((lab.address("a"), 0))
+
+
 def test_an_exception_leaves_nothing() -> None:
     before = ours()
     lab = Lab([Host("one")])
