@@ -7,6 +7,7 @@ calls that are much work.
 from __future__ import annotations
 
 import os
+import secrets
 import socket
 import time
 from contextlib import ExitStack, suppress
@@ -21,6 +22,7 @@ from smb.daemon.process import GRPC_HANDSHAKE_MS
 from smb.rpc import control_pb2 as pb
 from smb.rpc.control_pb2_grpc import CoordinatorStub
 from smb.rpc.coordinator_client import BUSY, OUTCOME
+from smb.rpc.metadata import encode
 from smb.security.credentials import COORDINATOR_NAME, channel, load_directory
 from tests.support.daemons import stopped
 from tests.support.floods import flooded
@@ -82,8 +84,10 @@ def test_a_certificate_with_many_calls_in_progress_is_refused_more(
         session = stub.OpenSession(pb.OpenSessionRequest(client_name="many"), timeout=20)
         made = pb.CreateBufferRequest(name="slow", shape=[4], dtype="float32", exist_ok=True)
         made.server_names.append("server-1")
+        # Only a call whose request is large keeps its place while it waits.
+        made.packed_metadata = encode("a test", {"noise": secrets.token_hex(8192)})
         with stopped(guarded.servers[1].pid):
-            asked = [stub.CreateBuffer.future(made, timeout=60) for _ in range(2 * CALLS_PER_CERTIFICATE_MAX)]
+            asked = [stub.CreateBuffer.future(made, timeout=60) for _ in range(CALLS_PER_CERTIFICATE_MAX - 32)]
             renewal = pb.RenewSessionRequest(session_id=session.session_id, session_secret=session.session_secret)
             stub.RenewSession(renewal, timeout=20)
             assert _alive(guarded.address, certificates / "operator") >= {"server-0", "server-1"}
