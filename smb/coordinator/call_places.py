@@ -24,9 +24,8 @@ _TRUSTED = (Role.OPERATOR, Role.SERVER)
 # The last quarter of a certificate's places is for these, and an eighth of all places: a session's lease must not end
 # because others ask for much, with the same certificate or with many.
 _OF_SESSIONS = ("RenewSession", "CloseSession")
-_LIGHT_BYTES = (
-    4096  # of a request. A larger one keeps its place while it waits, so that places bound what requests take
-)
+# Of a request. A larger one keeps its place while it waits, so that places bound what requests take.
+_LIGHT_BYTES = 4096
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Call: TypeAlias = Callable[[Any, Any], Awaitable[Any]]

@@ -101,7 +101,7 @@ def test_a_certificate_with_many_calls_in_progress_is_refused_more(
         answered = sum(each.exception() is None for each in asked)
         ending = pb.CloseSessionRequest(session_id=session.session_id, session_secret=session.session_secret)
         stub.CloseSession(ending, timeout=20)
-    assert answered <= CALLS_PER_CERTIFICATE_MAX
+    assert answered <= CALLS_PER_CERTIFICATE_MAX * 3 // 4  # the rest is for renewals of sessions
 
 
 def _alive(address: str, credentials: Path) -> set[str]:
