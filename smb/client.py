@@ -313,7 +313,8 @@ class Client:
 
     def _opened(self, found: pb.Buffer) -> Buffer:
         buffer = Buffer(self._session, BufferInfo.of(found))
-        self._buffers.add(buffer)
+        with self._lock:  # reconnect() may be going through them
+            self._buffers.add(buffer)
         return buffer
 
     def list(self) -> builtins.list[BufferInfo]:
@@ -656,7 +657,9 @@ class Client:
             former, session = self._session, self._join()
             try:
                 found: dict[Buffer, BufferInfo] = {}
-                for buffer in list(self._buffers):
+                with self._lock:
+                    buffers = list(self._buffers)
+                for buffer in buffers:
                     with contextlib.suppress(NotFoundError):
                         reply = session.coordinator.open_buffer(buffer.name, 0.0, self.timeout, buffer.info.id)
                         found[buffer] = BufferInfo.of(reply)
