@@ -111,9 +111,11 @@ def test_rebalance_switches_roles(tmp_path: Path, secured: bool, request: pytest
         assert any(map(pool.uneven, SPREAD)), "the restarts left primaries as they were"
         moves = pool.rebalance().moves
         assert any(move.switches for move in moves)
-        pool.wait_until_balanced()
         if all(move.switches for move in moves):
+            pool.wait_until_balanced()
             assert pool.files() == before
+        else:  # copies lie elsewhere after moves, so that more roles may have to switch than were planned before
+            pool.rebalance_until_balanced()
 
 
 # More than 5 s: as above, and the coordinator is killed.
