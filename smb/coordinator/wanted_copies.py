@@ -115,11 +115,11 @@ def wishes(
             name: free[name]
             for name in names
             if name in free
-            and targets.allows(name, nbytes)
             and frozenset((source, name)) not in apart
             and not any((name, member.id) in kept for _, member in bundles.members(record, segment))
         }
-        target = place_copy(replace(pool, free_bytes=open_to), source, nbytes)
+        busy = frozenset(name for name in open_to if not targets.allows(name, nbytes))
+        target = _target(replace(pool, free_bytes=open_to), source, nbytes, busy)
         if not target:
             continue
         begun.add(bundle_of(segment))
@@ -128,6 +128,22 @@ def wishes(
         free[target] -= nbytes
         found.append(Wish(record, segment, target, source, leaving, tuple(bundles.members(record, segment))))
     return found
+
+
+def _target(pool: Pool, source: str, nbytes: int, busy: frozenset[str]) -> str:
+    """Return the server for a copy; empty: none has room, or it waits. A copy waits for a busy server rather than go to
+    one that shares more with its source, since it would stay there.
+    """
+    best = place_copy(pool, source, nbytes)
+    if best in busy:
+        near = pool.nearness(source, best)
+        free = {
+            name: room
+            for name, room in pool.free_bytes.items()
+            if name not in busy and pool.nearness(source, name) == near
+        }
+        best = place_copy(replace(pool, free_bytes=free), source, nbytes)
+    return best
 
 
 def copies_to_come(records: Collection[BufferRecord], pool: Pool, resting: Container[int] = frozenset()) -> int:

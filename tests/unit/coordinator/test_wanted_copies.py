@@ -92,6 +92,24 @@ def test_a_few_are_made_at_a_time(cluster: Cluster, nbytes: int, most: int) -> N
     assert max(map(targets.count, targets)) <= most
 
 
+def test_a_copy_waits_for_another_zone(cluster: Cluster) -> None:
+    """Rather than be made in its source's zone while the other zone's server gets others. Without room there, or if
+    that server is avoided, it is made in its zone."""
+    records = []
+    for number, target in enumerate(("b", "b", "")):
+        made = cluster.create(f"v{number}", 1000, replicas=2, server_names=("a" if not target else "c",))
+        one = replace(made.segments[0], backup="", file_bytes=SMALL_BYTES, copying_to=target)
+        records.append(replace(made, segments=(one,)))
+    pool = replace(cluster.state.pool(cluster.now), free_bytes=dict.fromkeys("abc", 1 << 40))
+    pool = replace(pool, hosts={name: name for name in "abc"}, zones={"a": "x", "b": "y", "c": "x"})
+    assert wishes(records, pool) == []
+    assert [wish.target for wish in wishes(records[-1:], pool)] == ["b"]
+    assert [wish.target for wish in wishes(records, pool, avoid=frozenset("b"))] == ["c"]
+    full = replace(pool, free_bytes=pool.free_bytes | {"b": 1})
+    assert [wish.target for wish in wishes(records, full)] == ["c"]
+    assert [wish.target for wish in wishes(records, replace(pool, zones={}))] == ["c"]
+
+
 @pytest.mark.parametrize("lost", ["source", "target"])
 def test_copies_that_cannot_end_do_not_count(cluster: Cluster, lost: str) -> None:
     """Their source or their target is lost: others begin, from any server and to any, as if these were not there."""
