@@ -95,6 +95,7 @@ class Replication:
         self._taking = threading.Lock()  # a copy begins once all members of its bundle have their roles
         self._parts: dict[int, pb.Replica] = {}
         self._broken: list[pb.BrokenPair] = []
+        self._told_of: dict[tuple[str, int], float] = {}  # runs of peers, with when a look first had them
         self._stopping = False
         self._serving_until_s = 0.0
         self.on_news: Callable[[], None] = lambda: None  # called when the coordinator must be told now
@@ -225,6 +226,10 @@ class Replication:
         unreachable: set[str] = set()  # in this round, so that each server is tried once
         dialled: set[int] = set()  # bundles, because all members share one connection
         lease_out = self._outside.boot_s() >= self._serving_until_s
+        now = self._outside.now()
+        self._told_of = {
+            run: self._told_of.get(run, now) for run in ((part.peer, part.instance_id) for part in parts.values())
+        }
         for status in self._engine.replicas():
             part = parts.get(status.segment_id)
             if part is None or part.epoch != status.epoch or not part.peer:
@@ -241,7 +246,16 @@ class Replication:
             if lost and self.copier.give_up(part.segment_id, part.epoch):
                 continue
             if status.broken_ms >= BROKEN_MS:
-                broken.append(pb.BrokenPair(segment_id=part.segment_id, epoch=part.epoch, for_ms=status.broken_ms))
+                # A peer that has restarted was not out of reach before this server was told of its new run.
+                told_ms = int((now - self._told_of[part.peer, part.instance_id]) * 1000)
+                broken.append(
+                    pb.BrokenPair(
+                        segment_id=part.segment_id,
+                        epoch=part.epoch,
+                        for_ms=min(status.broken_ms, told_ms),
+                        instance_id=part.instance_id,
+                    )
+                )
                 if status.role == PRIMARY and lease_out:
                     # Neither the backup nor the coordinator confirms our role: clients may know the right server.
                     self._engine.suspend(status.segment_id)

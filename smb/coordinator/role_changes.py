@@ -45,10 +45,11 @@ class RoleChanges:
     async def look_after(self, server: str, broken: Iterable[pb.BrokenPair]) -> None:
         """Check the servers that this one cannot reach. If such a server is dead, the survivors go on alone before this
         method returns."""
-        for_ms = {pair.segment_id: pair.for_ms for pair in broken}
-        copies = [copy for copy in self._commit_log.state.copies(server) if copy.segment_id in for_ms and copy.peer]
+        pairs = {pair.segment_id: pair for pair in broken}
+        copies = [copy for copy in self._commit_log.state.copies(server) if copy.segment_id in pairs and copy.peer]
         peers = sorted({copy.peer for copy in copies})
         servers = self._commit_log.state.servers
+        runs = {peer: servers[peer].instance_id for peer in peers if peer in servers}
         known = [servers[peer] for peer in peers if peer in servers]
         found = await asyncio.gather(*map(self.end_if_dead, known))
         dead = {peer.name for peer, is_dead in zip(known, found, strict=True) if is_dead}
@@ -59,7 +60,10 @@ class RoleChanges:
         apart = {
             copy.peer
             for copy in copies
-            if copy.role is CopyRole.PRIMARY and copy.peer not in dead and for_ms[copy.segment_id] >= _BROKEN_MAX_MS
+            if copy.role is CopyRole.PRIMARY
+            and copy.peer not in dead
+            and pairs[copy.segment_id].instance_id in (0, runs.get(copy.peer))  # an earlier run says nothing of this one
+            and pairs[copy.segment_id].for_ms >= _BROKEN_MAX_MS
         }
         if apart:
             self.on_apart(server, apart)

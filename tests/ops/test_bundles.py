@@ -53,6 +53,19 @@ def part(coordinator: CoordinatorStub, segment: Any) -> None:
     coordinator.RenewServer(pb.RenewServerRequest(name="a", instance_id=1, broken=[broken]), timeout=10)
 
 
+def test_a_report_of_a_peers_earlier_run_parts_nobody(
+    coordinator: CoordinatorStub, servers: dict[str, FakeMemoryServer]
+) -> None:
+    """That run was out of reach for long; the present one was not. A report of the present run counts."""
+    first = weights(coordinator)
+    broken = pb.BrokenPair(segment_id=first.id, epoch=first.epoch, for_ms=10_000, instance_id=7)
+    coordinator.RenewServer(pb.RenewServerRequest(name="a", instance_id=1, broken=[broken]), timeout=10)
+    assert place(coordinator).backup == first.backup
+    broken.instance_id = servers[first.backup].instance_id
+    coordinator.RenewServer(pb.RenewServerRequest(name="a", instance_id=1, broken=[broken]), timeout=10)
+    assert place(coordinator).backup != first.backup
+
+
 def end_copy(coordinator: CoordinatorStub, number: int, epoch: int) -> None:
     """The primary says that the copy is whole."""
     copy = pb.CopyProgress(segment_id=number, epoch=epoch, whole=True)
