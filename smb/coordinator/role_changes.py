@@ -62,7 +62,7 @@ class RoleChanges:
             for copy in copies
             if copy.role is CopyRole.PRIMARY
             and copy.peer not in dead
-            and pairs[copy.segment_id].instance_id in (0, runs.get(copy.peer))  # an earlier run says nothing of this one
+            and pairs[copy.segment_id].instance_id in (0, runs.get(copy.peer))  # no report of an earlier run
             and pairs[copy.segment_id].for_ms >= _BROKEN_MAX_MS
         }
         if apart:
