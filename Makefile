@@ -38,7 +38,7 @@ endif
 endif
 endif
 
-.PHONY: simulate simulate-short demo test pytest packages lint format-c lock nightly soak nftables matrix c-test fuzz-short verbs fault long fuzz model sanitized promises spin chromium tmux prometheus etcd etcd-server fuse3 ray ray-tests vllm vllm-tests stacks stacks-tests metrics-page protocol-page perf scaling libssl systemd docs wheel wheel-test upgrade day container-test bare install clean
+.PHONY: simulate simulate-short demo test pytest packages lint types style format-c lock nightly soak nftables matrix c-test fuzz-short verbs fault long fuzz model sanitized promises spin chromium tmux prometheus etcd etcd-server fuse3 ray ray-tests vllm vllm-tests stacks stacks-tests metrics-page protocol-page perf scaling libssl systemd docs wheel wheel-test upgrade day container-test bare install clean
 
 demo: $(VENV)/demo-installed
 	$(BIN)/smb demo $(DEMO)
@@ -54,12 +54,14 @@ else
 # processor busy each, the longest first.
 test:
 	@$(MAKE) --no-print-directory --jobs=$$(($$(nproc) + 1)) --output-sync=target $(VENV)/test-installed packages c-test BUILDS=$(CHECKER)
-	@$(MAKE) --no-print-directory --jobs=$$(nproc) --output-sync=target lint simulate-short fuzz-short
+	@$(MAKE) --no-print-directory --jobs=$$(nproc) --output-sync=target types simulate-short $(FUZZERS) style
 	@$(MAKE) --no-print-directory pytest
 endif
 
-# The C tests' checkers take turns, by the last digit of HEAD's hash: address and undefined-behaviour checks, thread checks.
-# The night has both, and the plain build.
+# The C tests' checkers take turns, by the last digit of HEAD's hash: address and undefined-behaviour checks, thread checks. The
+# fuzzers run in the turn of the former, whose engine they use: for them alone it would be compiled once more. The night has all
+# of them, and the plain build.
+FUZZERS = $(if $(filter asan,$(CHECKER)),fuzz-short)
 CHECKER = $(if $(filter 1 3 5 7 9 b d f,$(shell git rev-parse HEAD 2>/dev/null | tail -c 2)),tsan,asan)
 
 # Tests of tools and of prose, and models of the protocols: not by every commit, but by `make long` (and `make model`).
@@ -88,10 +90,13 @@ $(TOOLS) libssl spin:
 C_FILES := $(wildcard csrc/*/*.[ch] csrc/*/*.inc tests/engine/c/*.[ch] tests/engine/fuzz/*.[ch] tests/support/*.c perf/*.[ch])
 # Text for people, and Python.
 PROSE := README.md CONTRIBUTING.md docs examples deploy perf/README.md perf/peers/README.md tests/README.md smb memserver
-lint: $(VENV)/test-installed
+lint: types style
+types: $(VENV)/test-installed
+	@$(call step,$(BIN)/mypy, types. Again: $(BIN)/mypy)
+
+style: $(VENV)/test-installed
 	@$(call step,$(BIN)/ruff check ., ruff. It mends much by itself: $(BIN)/ruff check --fix)
 	@$(call step,$(BIN)/ruff format --check ., the format. Mend it: $(BIN)/ruff format)
-	@$(call step,$(BIN)/mypy, types. Again: $(BIN)/mypy)
 	@$(call step,$(BIN)/clang-format --dry-run --Werror $(C_FILES), the format of C. Mend it: make format-c)
 	@$(call step,$(BIN)/lint-imports --no-cache --no-logo, which way modules import (pyproject.toml). Again: $(BIN)/lint-imports)
 	@$(call step,$(BIN)/codespell -D - -D docs/words.txt $(PROSE), words: misspelt ones and those of docs/words.txt; docs/glossary.md has the field's)
