@@ -38,7 +38,7 @@ endif
 endif
 endif
 
-.PHONY: simulate simulate-short demo test pytest packages lint types style format-c lock nightly soak nftables matrix c-test fuzz-short verbs fault long fuzz model sanitized promises spin chromium tmux prometheus etcd etcd-server fuse3 ray ray-tests vllm vllm-tests stacks stacks-tests metrics-page protocol-page perf scaling libssl systemd docs wheel wheel-test upgrade day container-test bare install clean
+.PHONY: simulate simulate-short demo test pytest collected packages lint types style format-c lock nightly soak nftables matrix c-test fuzz-short verbs fault long fuzz model sanitized promises spin chromium tmux prometheus etcd etcd-server fuse3 ray ray-tests vllm vllm-tests stacks stacks-tests metrics-page protocol-page perf scaling libssl systemd docs wheel wheel-test upgrade day container-test bare install clean
 
 demo: $(VENV)/demo-installed
 	$(BIN)/smb demo $(DEMO)
@@ -54,7 +54,7 @@ else
 # processor busy each, the longest first.
 test:
 	@$(MAKE) --no-print-directory --jobs=$$(($$(nproc) + 1)) --output-sync=target $(VENV)/test-installed packages c-test BUILDS=$(CHECKER)
-	@$(MAKE) --no-print-directory --jobs=$$(nproc) --output-sync=target types simulate-short $(FUZZERS) style
+	@$(MAKE) --no-print-directory --jobs=$$(nproc) --output-sync=target types simulate-short $(FUZZERS) collected style
 	@$(MAKE) --no-print-directory pytest
 endif
 
@@ -68,6 +68,12 @@ CHECKER = $(if $(filter 1 3 5 7 9 b d f,$(shell git rev-parse HEAD 2>/dev/null |
 NIGHTLY := tests/unit/support tests/unit/perf tests/unit/docs/test_documentation.py tests/api/test_docstring_examples.py tests/simulator \
 	tests/engine/model/test_models.py tests/ops/test_netlab.py tests/ops/deploy/test_wheel.py tests/ops/test_disaster_recovery.py \
 	tests/ops/test_tutorial_operator.py tests/ops/test_tutorials.py tests/ops/test_notebook.py tests/ops/test_watched_leader.py
+
+# Once for all processes of pytest, which find the files then compiled: rewriting their asserts is half of what reading them takes.
+collected: $(VENV)/test-installed
+	@mkdir -p build
+	@$(call step,$(BIN)/python -m pytest --collect-only $(NIGHTLY:%=--ignore=%) >build/collected.log 2>&1 || { tail -n 60 build/collected.log; false; }, \
+		reading the tests. Again: $(BIN)/pytest --collect-only)
 
 # Two for each processor, since most tests wait for daemons, and at most eight. tests/conftest.py has the order of the files,
 # and which go to one process as a whole.

@@ -116,39 +116,45 @@ def parsed(place: Path, files: dict[str, tuple[str, bytes]], *, most: int, deadl
 
 
 LARGE = 8 * MIB - 64
-BYTES_KEPT: dict[str, bytes] = {
-    # As large as the format allows: their header alone took 2.4 GiB and a minute.
-    "99-mib-of-lists.safetensors": safetensors_of(b'{"a":[' + b"[]," * (33 * MIB) + b"0]}"),
-    "lists.safetensors": safetensors_of(b'{"a":[' + b"[]," * (LARGE // 3) + b"0]}"),
-    "objects.safetensors": safetensors_of(b'{"a":[' + b"{}," * (LARGE // 3) + b"0]}"),
-    "nested.safetensors": safetensors_of(b'{"a":' + b"[" * LARGE),
-    "nested-a-little.safetensors": safetensors_of(b'{"a":' + b"[" * 200_000),
-    "digits.safetensors": safetensors_of(b'{"a":' + b"9" * LARGE + b"}"),
-    "float.safetensors": safetensors_of(b'{"a":0.' + b"9" * LARGE + b"}"),
-    "dimensions.safetensors": safetensors_of({"a": entry([1] * 100_000)}),
-    "zero-and-huge.safetensors": safetensors_of({"a": entry([0, 1 << 56], [0, 0])}),
-    "overflow.safetensors": safetensors_of({"a": entry([1 << 32, 1 << 32], [0, 0])}),
-    "negative.safetensors": safetensors_of({"a": entry([-1, -1])}, bytes(4)),
-    "dtype.safetensors": safetensors_of({"a": entry(dtype="F" * LARGE)}),
-    "surrogate.safetensors": safetensors_of(b'{"\\udcff":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}', bytes(4)),
-    "metadata.safetensors": safetensors_of({"__metadata__": {"a": [1]}, "a": entry()}, bytes(4)),
-    "nan.safetensors": safetensors_of(b'{"a":{"dtype":"F32","shape":[NaN],"data_offsets":[0,4]}}', bytes(4)),
-    "twice.safetensors": safetensors_of(b'{"a":1,"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}', bytes(4)),
-    "utf-16.safetensors": safetensors_of(json.dumps({"a": entry()}).encode("utf-16"), bytes(4)),
-    "says-2-to-63.safetensors": struct.pack("<Q", 1 << 63) + b"{" + bytes(100),
-    "brackets.npy": npy(b"(" * 60_000),
-    "code.npy": npy(b"{'descr': __import__('os'), 'fortran_order': False, 'shape': (2,), }\n"),
-    "digits.npy": npy(b"{'descr': '<f4', 'fortran_order': False, 'shape': (" + b"9" * 60_000 + b",), }\n"),
-    "numbers.npy": npy(b"{'descr': '<f4', 'fortran_order': False, 'shape': (" + b"9" * 600 + b"x), }\n"),
-    "objects.npy": npy(b"{'descr': '|O8', 'fortran_order': False, 'shape': (1,), }\n"),
-    "quote.npy": npy(b'{"""' + b"a" * 1000),
-    "dimensions.npy": npy(b"{'descr': '<f4', 'fortran_order': False, 'shape': (" + b"1, " * 20_000 + b"), }\n"),
-}
+
+
+def bytes_kept() -> dict[str, bytes]:
+    """NAME: a file. Made when it is needed: together they have 150 MiB."""
+    return {
+        # As large as the format allows: their header alone took 2.4 GiB and a minute.
+        "99-mib-of-lists.safetensors": safetensors_of(b'{"a":[' + b"[]," * (33 * MIB) + b"0]}"),
+        "lists.safetensors": safetensors_of(b'{"a":[' + b"[]," * (LARGE // 3) + b"0]}"),
+        "objects.safetensors": safetensors_of(b'{"a":[' + b"{}," * (LARGE // 3) + b"0]}"),
+        "nested.safetensors": safetensors_of(b'{"a":' + b"[" * LARGE),
+        "nested-a-little.safetensors": safetensors_of(b'{"a":' + b"[" * 200_000),
+        "digits.safetensors": safetensors_of(b'{"a":' + b"9" * LARGE + b"}"),
+        "float.safetensors": safetensors_of(b'{"a":0.' + b"9" * LARGE + b"}"),
+        "dimensions.safetensors": safetensors_of({"a": entry([1] * 100_000)}),
+        "zero-and-huge.safetensors": safetensors_of({"a": entry([0, 1 << 56], [0, 0])}),
+        "overflow.safetensors": safetensors_of({"a": entry([1 << 32, 1 << 32], [0, 0])}),
+        "negative.safetensors": safetensors_of({"a": entry([-1, -1])}, bytes(4)),
+        "dtype.safetensors": safetensors_of({"a": entry(dtype="F" * LARGE)}),
+        "surrogate.safetensors": safetensors_of(
+            b'{"\\udcff":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}', bytes(4)
+        ),
+        "metadata.safetensors": safetensors_of({"__metadata__": {"a": [1]}, "a": entry()}, bytes(4)),
+        "nan.safetensors": safetensors_of(b'{"a":{"dtype":"F32","shape":[NaN],"data_offsets":[0,4]}}', bytes(4)),
+        "twice.safetensors": safetensors_of(b'{"a":1,"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}', bytes(4)),
+        "utf-16.safetensors": safetensors_of(json.dumps({"a": entry()}).encode("utf-16"), bytes(4)),
+        "says-2-to-63.safetensors": struct.pack("<Q", 1 << 63) + b"{" + bytes(100),
+        "brackets.npy": npy(b"(" * 60_000),
+        "code.npy": npy(b"{'descr': __import__('os'), 'fortran_order': False, 'shape': (2,), }\n"),
+        "digits.npy": npy(b"{'descr': '<f4', 'fortran_order': False, 'shape': (" + b"9" * 60_000 + b",), }\n"),
+        "numbers.npy": npy(b"{'descr': '<f4', 'fortran_order': False, 'shape': (" + b"9" * 600 + b"x), }\n"),
+        "objects.npy": npy(b"{'descr': '|O8', 'fortran_order': False, 'shape': (1,), }\n"),
+        "quote.npy": npy(b'{"""' + b"a" * 1000),
+        "dimensions.npy": npy(b"{'descr': '<f4', 'fortran_order': False, 'shape': (" + b"1, " * 20_000 + b"), }\n"),
+    }
 
 
 def test_a_restore_keeps_what_it_cannot_parse_as_bytes(tmp_path: Path) -> None:
     """And needs no more memory for that than one of the larger headers that become tensors."""
-    told = parsed(tmp_path, {name: ("restore", data) for name, data in BYTES_KEPT.items()}, most=96 * MIB)
+    told = parsed(tmp_path, {name: ("restore", data) for name, data in bytes_kept().items()}, most=96 * MIB)
     assert {name: said for name, said in told.items() if said != f"taken: x.{name.rpartition('.')[2]}"} == {}
 
 
