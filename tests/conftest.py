@@ -32,7 +32,7 @@ os.environ[OWNER_VARIABLE] = str(os.getpid())
 
 Connect = Callable[..., smb.Client]
 
-# The files that take longest go first: one that began last would keep a single process busy at the end.
+# The files that take longest begin in the first half: one that began last would keep a single process busy at the end.
 LONG_FILES = (
     "api/test_examples.py",
     "ops/test_cli.py",
@@ -155,10 +155,21 @@ def _shares_a_fixture(file: Path) -> bool:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the long files first; the others, and the tests of a file, keep their order."""
+    """Spread the files of each folder over the whole run, and the long ones over its first half: tests that wait then
+    run beside tests that compute. The tests of a file keep their order.
+    """
     tests = Path(__file__).parent
-    places = {tests / name: place for place, name in enumerate(LONG_FILES)}
-    items.sort(key=lambda item: places.get(item.path, len(LONG_FILES)))
+    long = {tests / name: place / len(LONG_FILES) / 2 for place, name in enumerate(LONG_FILES)}
+    folders: dict[Path, dict[Path, int]] = {}
+    for item in items:
+        files = folders.setdefault(item.path.parent, {})
+        files.setdefault(item.path, len(files))
+
+    def place(item: pytest.Item) -> float:
+        files = folders[item.path.parent]
+        return long.get(item.path, files[item.path] / len(files))
+
+    items.sort(key=place)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
