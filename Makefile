@@ -148,12 +148,13 @@ verbs: $(VENV)/test-installed
 fault: $(VENV)/test-installed etcd-server nftables spin
 	SMB_LONG=1 $(BIN)/pytest --numprocesses $(shell nproc) --dist worksteal -rP $(or $(TESTS),tests/fault tests/engine/model)
 
-# The tests of other folders that are longer with SMB_LONG, or run with it alone, and those that CI does not run. One of them:
+# The tests of other folders that are longer with SMB_LONG, or run with it alone (files and trainings over each transport), and
+# those that CI does not run. One of them:
 # make long TESTS=tests/train/test_demo.py
 LONGER := '\b(SMB_)?LONG\b|fault\.long|device_cases|support\.kernels'
 long: spin
-	@$(MAKE) --no-print-directory pytest SMB_LONG=1 TESTS="$(or $(TESTS),$$({ find $(NIGHTLY) -name 'test_*.py'; \
-		grep -rlE $(LONGER) --include='test_*.py' $(addprefix tests/,unit api train files ops security regressions); } | \
+	@$(MAKE) --no-print-directory pytest SMB_LONG=1 TESTS="$(or $(TESTS),$$({ find $(NIGHTLY) tests/files tests/train -name 'test_*.py'; \
+		grep -rlE $(LONGER) --include='test_*.py' $(addprefix tests/,unit api ops security regressions); } | \
 		sort -u | tr '\n' ' '))"
 
 # From one seed on, the same in every run.

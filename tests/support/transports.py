@@ -8,6 +8,7 @@ many connections carry the data to each server, as to one that is far away.
 from __future__ import annotations
 
 import os
+import zlib
 
 from smb.transport import reconnect
 
@@ -22,3 +23,8 @@ SLOWNESS = float(os.environ.get("SMB_TEST_SLOWNESS", "1"))
 
 if CONNECTIONS := int(os.environ.get("SMB_TEST_CONNECTIONS", "0")):
     reconnect.connections_for = lambda _: CONNECTIONS
+
+
+def way_of(test: str) -> str:
+    """Return one of these ways, by the test's name: for tests of code that is the same over each."""
+    return EACH_WAY[zlib.crc32(test.encode()) % len(EACH_WAY)]

@@ -8,8 +8,11 @@ from typing import Any
 import pytest
 
 import smb
+from tests.conftest import Connect
+from tests.fault.long import LONG
 from tests.support.forks import forks_of
 from tests.support.meshes import PRELOADED
+from tests.support.transports import EACH_WAY, way_of
 
 
 @pytest.fixture(scope="module")
@@ -23,3 +26,9 @@ def cluster() -> Iterator[smb.LocalCluster]:
 def context() -> Any:
     """Processes that find PyTorch there: ranks of meshes, and what tests.support.clients starts."""
     return forks_of([*PRELOADED, "torch.distributed.tensor.parallel"])
+
+
+@pytest.fixture(params=EACH_WAY if LONG else None)
+def client(request: pytest.FixtureRequest, connect: Connect) -> smb.Client:
+    """A client over one way, since trainings know no transports; tests for which there is a difference name theirs."""
+    return connect(getattr(request, "param", way_of(request.node.nodeid)))
