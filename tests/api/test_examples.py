@@ -21,7 +21,7 @@ from tests.conftest import Connect
 EXAMPLES = Path(__file__).parents[2] / "examples"
 AT_NIGHT = pytest.mark.skipif(
     not os.environ.get("SMB_LONG"),
-    reason="an example whose processes import PyTorch; SMB_LONG=1 runs it",
+    reason="one more example; SMB_LONG=1 runs it",
 )
 
 
@@ -38,12 +38,19 @@ def run_example(name: str, *arguments: str, limit_s: float = 110.0) -> list[str]
     return done.stdout.splitlines()
 
 
-@pytest.mark.parametrize("name", ["counters.py", "parameter_server.py", "reader_writer.py", "taking_turns.py"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "parameter_server.py",
+        *(pytest.param(name, marks=AT_NIGHT) for name in ("counters.py", "reader_writer.py", "taking_turns.py")),
+    ],
+)
 def test_an_example_runs(name: str) -> None:
     """It ends with exit code 0 and has said something."""
     assert run_example(name)
 
 
+@AT_NIGHT
 def test_an_optimizer_on_the_servers() -> None:
     """Three workers' gradients, one step of Adam for each sum of them, and it finds the truth."""
     (line,) = run_example("server_optimizer.py")
@@ -83,6 +90,7 @@ def test_training_with_numpy_alone() -> None:
     assert float(last.removeprefix("test accuracy ")) > 0.9
 
 
+@AT_NIGHT
 # More than 5 s: two trainings, long enough for the speeds of workers to be measured.
 def test_unequal_workers_get_unequal_batches() -> None:
     """The slow worker's batches shrink to about a third of the others' (how long an iteration then takes is not looked
