@@ -26,8 +26,8 @@ from smb.daemon.failpoint import failpoint
 from smb.drop_reasons import Ground
 from smb.errors import AlreadyExistsError, Error, InvalidArgumentError, PermissionDeniedError
 from smb.rpc import control_pb2 as pb
-from smb.rpc.coordinator_client import ANSWERED, STANDBY, trailers_of
 from smb.rpc.peers import patience
+from smb.rpc.trailers import ANSWERED, STANDBY, trailers_of
 
 ANSWER_S = 3.0
 FIRST_ANSWER_S = 1.0  # at a port for memory servers that has not answered yet

@@ -235,6 +235,12 @@ _TABLE = (
         parse_address, "HOST:PORT",
     ),
     Setting(
+        "coordinator", "sessions", str, None,
+        "With credentials: where clients renew their sessions and tokens, beside all other calls. They begin at "
+        "--listen, and stay there if they cannot reach this port. Default: a free port of --listen's host.",
+        parse_address, "HOST:PORT",
+    ),
+    Setting(
         "coordinator", "idle_names", float, None,
         "How long a named lock or barrier may stay unused before its memory is freed; its next use creates it again. "
         "Default: 60, or --session-lease if that is longer.",

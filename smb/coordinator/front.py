@@ -20,10 +20,11 @@ from google.protobuf.message import Message
 
 from smb.config.backoff import own_random
 from smb.coordinator.store import DeposedError
-from smb.errors import UNKNOWN, CallOutcome
+from smb.errors import UNKNOWN, CallOutcome, PermissionDeniedError
 from smb.rpc import control_pb2 as pb
 from smb.rpc.control_pb2_grpc import CoordinatorServicer, add_CoordinatorServicer_to_server
 
+OF_SESSIONS = frozenset({"RenewSession", "CloseSession", "OpenBuffer"})  # what the port for sessions answers
 ASKED_OF_ALL = "Leader"  # the call that every coordinator answers
 PATIENCE_S_MAX = 10.0
 KEPT_MAX = 8192  # calls that wait until there is a leader
@@ -156,3 +157,31 @@ class Front(grpc.GenericRpcHandler):  # type: ignore[type-arg]
 
     def _leader(self) -> pb.LeaderReply:
         return pb.LeaderReply(leads=self.leads, address=self.leader, term=self.term)
+
+
+class FrontForSessions(grpc.GenericRpcHandler):  # type: ignore[type-arg]
+    """The same service behind the port where clients renew sessions and tokens. Any other call is refused there, and so
+    is one that waits, so that nothing but renewals holds a renewal up.
+    """
+
+    def __init__(self, front: Front) -> None:
+        self._front = front
+
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> Handler | None:
+        """Return the handler of a method; one that refuses the call if this port is not for it."""
+        found = self._front.service(handler_call_details)
+        if found is None or found.unary_unary is None:
+            return found
+        method = handler_call_details.method.rpartition("/")[2]
+
+        async def answer(request: Any, context: Any) -> Any:
+            if method not in OF_SESSIONS or getattr(request, "timeout_ms", 0):
+                raise PermissionDeniedError(
+                    f"{method}: this port is for renewals of sessions and tokens alone, and for no call that waits; "
+                    f"ask {self._front.address}"
+                )
+            return await cast(Any, found.unary_unary)(request, context)
+
+        return grpc.unary_unary_rpc_method_handler(
+            answer, request_deserializer=found.request_deserializer, response_serializer=found.response_serializer
+        )

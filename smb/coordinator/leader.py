@@ -25,7 +25,7 @@ from smb.coordinator.known_pages import KnownPages
 from smb.coordinator.memserver_client import MemoryServers
 from smb.coordinator.metrics import LeaseMetrics, StateMetrics
 from smb.coordinator.mirrors import Mirrors
-from smb.coordinator.options import CoordinatorOptions
+from smb.coordinator.options import CoordinatorOptions, OwnPorts
 from smb.coordinator.outside import Outside
 from smb.coordinator.role_changes import RoleChanges
 from smb.coordinator.segment_maker import SegmentMaker
@@ -56,7 +56,7 @@ class Around:
     leases: LeaseMetrics
     pages_address: Callable[[], str]  # the pages' address, as others reach it
     outside: Outside = field(default_factory=Outside)
-    servers_port: int = 0  # that only memory servers use; 0: there is none
+    ports: OwnPorts = field(default_factory=OwnPorts)
 
 
 @dataclass(slots=True)
@@ -138,7 +138,7 @@ class Leading:
             shared,
             tokens,
             outside,
-            around.servers_port,
+            around.ports,
             traffic,
         )
         around.health.lead(commit_log, store, holds)

@@ -23,6 +23,14 @@ SESSION_LEASE_S_MIN, SESSION_LEASE_S_MAX = 1.0, 86_400.0  # a busy host misses s
 
 
 @dataclass(frozen=True, slots=True)
+class OwnPorts:
+    """The ports beside the one for all, at the same host; 0: there is none."""
+
+    servers: int = 0  # that only memory servers and operators use
+    sessions: int = 0  # for renewals of clients' sessions and tokens
+
+
+@dataclass(frozen=True, slots=True)
 class CoordinatorOptions:
     listen: str
     state: str
@@ -42,6 +50,7 @@ class CoordinatorOptions:
     etcd_credentials: Path | None = None
     leader_lease_s: int = LEADER_LEASE_S
     servers: str | None = None  # where memory servers renew; None: a free port of the host of `listen`
+    sessions: str | None = None  # where clients renew, with credentials; None: likewise
 
     @property
     def idle_s(self) -> float:
@@ -50,7 +59,7 @@ class CoordinatorOptions:
 
     def check(self) -> None:
         """Raise InvalidArgumentError for values out of range or without credentials where these are required."""
-        for address in (self.listen, self.servers):
+        for address in (self.listen, self.servers, self.sessions):
             if address is not None:
                 check_exposure("a coordinator", parse_address(address)[0], self.credentials, self.insecure)
         lease_s, idle_s = self.session_lease_s, self.idle_s

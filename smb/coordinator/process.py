@@ -16,13 +16,13 @@ from prometheus_client import CollectorRegistry
 from smb.config.host_address import reachable
 from smb.config.parse import format_address, parse_address
 from smb.coordinator.call_places import CallPlaces
-from smb.coordinator.front import Front
+from smb.coordinator.front import Front, FrontForSessions
 from smb.coordinator.health import Health
 from smb.coordinator.known_pages import pages_of, targets
 from smb.coordinator.leader import Around, Leading, ShownLeader, cancel, end_if_failed
 from smb.coordinator.limits import SERVERS_MAX
 from smb.coordinator.metrics import CallMetrics, HealthMetrics, LeaseMetrics
-from smb.coordinator.options import ETCD, CoordinatorOptions
+from smb.coordinator.options import ETCD, CoordinatorOptions, OwnPorts
 from smb.coordinator.rpc_answers import Answers
 from smb.coordinator.store import open_store
 from smb.daemon.process import (
@@ -47,6 +47,9 @@ TRIM_S = 10.0  # the interval at which freed memory is returned to the system
 STOP_GRACE_S = 1.0  # for calls in progress
 # At the port for memory servers: one for each, and as many that are ending or of operators.
 SERVERS_CONNECTIONS_MAX = 2 * SERVERS_MAX
+# Of one connection, in progress at the port for sessions; more wait at their client. Calls of all connections stand in
+# one queue there, so this bounds what one connection can put before the renewals of others.
+SESSION_CALLS_PER_CONNECTION_MAX = 1
 
 _PATHS = b"There is / (the page for people), /api/state, /metrics, /targets, /healthz, /livez and /readyz.\n"
 _log = logging.getLogger("coordinator")
@@ -93,8 +96,16 @@ async def _start(options: CoordinatorOptions, leaving: AsyncExitStack) -> None:
         if code is grpc.StatusCode.INTERNAL and shown.leading is not None:
             shown.leading.watch.failed(method, shown.leading.commit_log.now())
 
-    guards = [] if options.credentials is None else [AioGuard(Callers(Current(options.credentials))), CallPlaces()]
-    server = grpc.aio.server(interceptors=[Answers(answered, front), *guards], options=grpc_server_options())
+    def guards() -> list[grpc.aio.ServerInterceptor]:
+        found = options.credentials
+        return [] if found is None else [AioGuard(Callers(Current(found))), CallPlaces()]
+
+    def bound(listening: grpc.aio.Server, asked: str | None) -> int:
+        """Let it listen there, or at a free port of the host, and return the port."""
+        at = asked or format_address(host, 0)
+        return _bind(listening, at, format_address(*check_listen(at)), options.credentials)
+
+    server = grpc.aio.server(interceptors=[Answers(answered, front), *guards()], options=grpc_server_options())
     address = format_address(host, _bind(server, options.listen, format_address(host, port), options.credentials))
     front.address = _shown_to_others(address, host)
     server.add_generic_rpc_handlers((front,))
@@ -109,11 +120,18 @@ async def _start(options: CoordinatorOptions, leaving: AsyncExitStack) -> None:
     renewals = grpc.aio.server(
         interceptors=[Answers(answered, front), *only], options=grpc_server_options(SERVERS_CONNECTIONS_MAX)
     )
-    renewals_at = options.servers or format_address(host, 0)
-    renewals_host, renewals_port = check_listen(renewals_at)
-    servers_port = _bind(renewals, renewals_at, format_address(renewals_host, renewals_port), options.credentials)
+    servers_port, sessions_port = bound(renewals, options.servers), 0
     renewals.add_generic_rpc_handlers((front,))
-    listening = (server, renewals)
+    listening = [server, renewals]
+    if options.credentials is not None:
+        # Clients' sessions and tokens are renewed beside all other calls, too, for the same reason.
+        sessions = grpc.aio.server(
+            interceptors=[Answers(answered, front), *guards()],
+            options=grpc_server_options(calls_per_connection_max=SESSION_CALLS_PER_CONNECTION_MAX),
+        )
+        sessions_port = bound(sessions, options.sessions)
+        sessions.add_generic_rpc_handlers((FrontForSessions(front),))
+        listening.append(sessions)
     health = Health(address)
     registry.register(HealthMetrics(health))
     if options.credentials is not None:
@@ -138,7 +156,8 @@ async def _start(options: CoordinatorOptions, leaving: AsyncExitStack) -> None:
     admit = admission(options.metrics, options.metrics_token_file, insecure=options.insecure, names=(host,))
     pages = Pages(options.metrics, registry, health.show, route, admit)
     leaving.callback(pages.close)
-    around = Around(options, front, health, registry, LeaseMetrics(registry), own_pages, servers_port=servers_port)
+    ports = OwnPorts(servers_port, sessions_port)
+    around = Around(options, front, health, registry, LeaseMetrics(registry), own_pages, ports=ports)
     if store is not None:
         shown.leading = await Leading.open(around, store, lambda: True, 1, leaving)
         await _start_all(listening)

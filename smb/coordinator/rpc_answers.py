@@ -18,8 +18,9 @@ from smb.coordinator.front import ASKED_OF_ALL, Front
 from smb.coordinator.store import DeposedError
 from smb.daemon.log import AUDIT
 from smb.rpc.bounds import check_bounds
-from smb.rpc.coordinator_client import ANSWERED, BUSY, OUTCOME, STANDBY, SessionEndedError
+from smb.rpc.coordinator_client import SessionEndedError
 from smb.rpc.peers import PATIENCE
+from smb.rpc.trailers import ANSWERED, BUSY, OUTCOME, STANDBY
 from smb.security.roles import ANYBODY, caller
 
 _log, _access, _audit_log = logging.getLogger("coordinator"), logging.getLogger("access"), logging.getLogger(AUDIT)

@@ -64,6 +64,7 @@ from smb.coordinator.messages import (
 )
 from smb.coordinator.mirrors import Mirrors
 from smb.coordinator.moves import Move
+from smb.coordinator.options import OwnPorts
 from smb.coordinator.outside import Outside
 from smb.coordinator.placement import SERVERS_SHOWN_MAX
 from smb.coordinator.rebalance import plan
@@ -171,11 +172,11 @@ class CoordinatorService(CoordinatorServicer):
         shared: pb.SharedSettings | None = None,
         tokens: TokenIssuer | None = None,
         outside: Outside | None = None,
-        servers_port: int = 0,
+        ports: OwnPorts | None = None,
         traffic: Traffic | None = None,
     ) -> None:
         """`tokens`: only with credentials. `outside`: None for the clocks and the network of this host.
-        `servers_port`: the port for memory servers alone; 0: there is none.
+        `ports`: the ports beside the one for all; None: there are none.
         """
         outside = outside or Outside()
         self._new_id = outside.new_id
@@ -183,7 +184,7 @@ class CoordinatorService(CoordinatorServicer):
         self._buffer_list = BufferList(self._beside)
         self._traffic = traffic or Traffic()
         self._tokens = tokens
-        self._servers_port = servers_port
+        self._ports = ports or OwnPorts()
         self._commit_log = commit_log
         self._servers = servers
         self._segments = segments
@@ -205,7 +206,12 @@ class CoordinatorService(CoordinatorServicer):
         name = _name_of(request.client_name)
         await self._commit_log.commit(SessionRenewed(session_id, name, _holder()))
         failpoint("coordinator.session.opened")
-        reply = pb.OpenSessionReply(session_id=session_id, lease_ms=self._session_lease_ms(), shared=self._shared)
+        reply = pb.OpenSessionReply(
+            session_id=session_id,
+            lease_ms=self._session_lease_ms(),
+            shared=self._shared,
+            sessions_port=self._ports.sessions,
+        )
         if self._tokens is not None:
             reply.session_secret = self._tokens.session_secret(session_id)
             reply.token_lifetime_ms = self._tokens.lifetime_ms
@@ -221,7 +227,7 @@ class CoordinatorService(CoordinatorServicer):
         shown = request.states if caller().role is not Role.SERVER else ()
         states = [report for report in shown if caller().may_see(report.name)]
         self._watch.states.record_reports(request.session_id, states, self._commit_log.now())
-        return pb.RenewSessionReply(lease_ms=self._session_lease_ms())
+        return pb.RenewSessionReply(lease_ms=self._session_lease_ms(), sessions_port=self._ports.sessions)
 
     def _session_lease_ms(self) -> int:
         return int(self._commit_log.state.session_leases.granted_s * 1000)
@@ -277,7 +283,7 @@ class CoordinatorService(CoordinatorServicer):
             quarantine_segment_ids=answer.quarantined,
             taken_up_segment_ids=answer.taken_up,
             stamp=stamp_message(committed.state.lineage.stamp),
-            servers_port=self._servers_port,
+            servers_port=self._ports.servers,
         )
 
     async def _judged(self, event: ServerRegistered) -> Committed:
@@ -390,7 +396,7 @@ class CoordinatorService(CoordinatorServicer):
                 number for number, held in state.unexplained.get(request.name, {}).items() if held.quarantined
             ],
             stamp=stamp_message(state.lineage.stamp),
-            servers_port=self._servers_port,
+            servers_port=self._ports.servers,
         )
 
     async def _take_news(self, request: pb.RenewServerRequest) -> None:

@@ -58,7 +58,6 @@ _GRPC_SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_receive_message_length", 2 << 20),
     ("grpc.max_send_message_length", 256 << 20),
     ("grpc.server_handshake_timeout_ms", GRPC_HANDSHAKE_MS),
-    ("grpc.max_concurrent_streams", GRPC_CALLS_PER_CONNECTION_MAX),
 )
 
 _READY_BYTES_MAX = 4096  # of a ready file, which has four names and values
@@ -69,13 +68,19 @@ _log = logging.getLogger("daemon")
 disable_created_metrics()  # type: ignore[no-untyped-call]  # the time of each counter's start would double the page
 
 
-def grpc_server_options(connections_max: int = GRPC_CONNECTIONS_MAX) -> tuple[tuple[str, int], ...]:
+def grpc_server_options(
+    connections_max: int = GRPC_CONNECTIONS_MAX, calls_per_connection_max: int = GRPC_CALLS_PER_CONNECTION_MAX
+) -> tuple[tuple[str, int], ...]:
     """Return the options of a daemon's gRPC server. Its connections take at most three quarters of the descriptors that
     this process may have, so that there are always some for its files and its own calls; more are refused.
     """
     descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     most = connections_max if descriptors == resource.RLIM_INFINITY else descriptors * 3 // 4
-    return (*_GRPC_SERVER_OPTIONS, ("grpc.max_allowed_incoming_connections", min(most, connections_max)))
+    return (
+        *_GRPC_SERVER_OPTIONS,
+        ("grpc.max_concurrent_streams", calls_per_connection_max),
+        ("grpc.max_allowed_incoming_connections", min(most, connections_max)),
+    )
 
 
 def keep_secrets() -> None:

@@ -26,6 +26,8 @@ from smb.config.request_ids import REQUEST, metadata_of, new_id
 from smb.rpc import control_pb2 as pb
 from smb.rpc.client_tokens import ClientTokens
 from smb.rpc.peers import LeaderMovedError, Peers
+from smb.rpc.sessions_port import SessionsPort
+from smb.rpc.trailers import ANSWERED, BUSY, OUTCOME, STANDBY, trailers_of
 from smb.security.credentials import COORDINATOR_NAME, Credentials, belief
 from smb.security.verified_channels import was_not_sent
 
@@ -48,14 +50,6 @@ _CLASSES: dict[grpc.StatusCode, type[errors.Error]] = {
     grpc.StatusCode.INVALID_ARGUMENT: errors.InvalidArgumentError,
     grpc.StatusCode.FAILED_PRECONDITION: SessionEndedError,
 }
-# Metadata with each error that the coordinator itself answers. Without it, "unavailable" means that nothing answered.
-ANSWERED = "smb-answered"
-# Metadata with the outcome of the call: smb.Error.outcome.
-OUTCOME = "smb-outcome"
-# Metadata of an error from a coordinator that does not lead.
-STANDBY = "smb-standby"
-# Metadata of an error from a coordinator with too many calls in progress, which has not carried out this one.
-BUSY = "smb-busy"
 _OUTCOMES: dict[str, errors.CallOutcome] = {errors.UNKNOWN: errors.UNKNOWN, errors.APPLIED: errors.APPLIED}
 _CHANGES = (pb.CreateBufferRequest, pb.DeleteBufferRequest, pb.RenameBufferRequest)
 
@@ -69,6 +63,7 @@ _BUSY_FIRST_S, _BUSY_MAX_S = 0.1, 2.0  # pauses before a busy coordinator is ask
 _PATIENCE_S = 5.0  # how long a coordinator may keep a call: very many may wait, so each asks seldom
 _LAST_S = 0.05  # the least time for an attempt at the end of the timeout
 _PROBE_S = 1.0
+_OWN_PORT_PART = 0.5  # of a timeout, for the port for sessions; the rest is for the port for all
 _RENEW_S = 3.0
 _LOOKS_PER_LIFE = 4  # looks for due tokens per life of a token, so that those of buffers opened meanwhile are found
 _ANSWERS_NOW = "it answers now"
@@ -84,11 +79,6 @@ def _with_unknown_outcome(failure: errors.Error) -> errors.Error:
     if failure.outcome == errors.UNKNOWN:
         return failure
     return type(failure)(f"{failure}. An earlier attempt may have been carried out", outcome=errors.UNKNOWN)
-
-
-def trailers_of(error: Any) -> dict[str, str]:
-    """Return the metadata that came with an error."""
-    return dict(error.trailing_metadata() or ())
 
 
 def _is_repeatable(request: Any) -> bool:
@@ -140,9 +130,11 @@ class Coordinator:
         self._client_name = f"{socket.gethostname()}:{os.getpid()}"
         self._answered = False  # once True, a coordinator is known to be at the address, and is waited for
         self.tokens = ClientTokens(self._open_again)
+        self._sessions_port = SessionsPort(credentials)
 
     def close(self) -> None:
         """Close all channels; calls in progress fail."""
+        self._sessions_port.close()
         self._peers.close()
 
     def look(self, timeout: float) -> list[tuple[str, pb.LeaderReply | None]]:
@@ -154,6 +146,7 @@ class Coordinator:
         self._client_name = client_name
         reply: pb.OpenSessionReply = self._call("OpenSession", pb.OpenSessionRequest(client_name=client_name), timeout)
         self._session_id, self._session_secret = reply.session_id, reply.session_secret
+        self._sessions_port.learn(self._peers.now.address, reply.sessions_port)
         if reply.token_lifetime_ms:
             self.tokens.look_every_s = reply.token_lifetime_ms / 1000 / _LOOKS_PER_LIFE
         return reply.session_id, reply.lease_ms / 1000, reply.shared
@@ -177,13 +170,13 @@ class Coordinator:
             trainings=reports,
             states=states,
         )
-        reply: pb.RenewSessionReply = self._call("RenewSession", request, timeout)
+        reply: pb.RenewSessionReply = self._call_of_session("RenewSession", request, timeout)
         return reply.lease_ms / 1000
 
     def close_session(self, session_id: int, timeout: float, reports: Sequence[pb.TrainingReport] = ()) -> None:
         """End the session at once, instead of letting its lease run out."""
         request = pb.CloseSessionRequest(session_id=session_id, session_secret=self._session_secret, trainings=reports)
-        self._call("CloseSession", request, timeout)
+        self._call_of_session("CloseSession", request, timeout)
 
     def create_buffer(self, request: pb.CreateBufferRequest, timeout: float) -> pb.Buffer:
         if not request.exist_ok:
@@ -296,9 +289,25 @@ class Coordinator:
     def _opened(self, method: str, request: pb.CreateBufferRequest | pb.OpenBufferRequest, timeout: float) -> pb.Buffer:
         if self._session_secret:  # the cluster has credentials, so the answer must bring tokens
             request.session_id, request.session_secret = self._session_id, self._session_secret
-        buffer: pb.Buffer = self._call(method, request, timeout)
+        renews = isinstance(request, pb.OpenBufferRequest) and request.id and not request.timeout_ms
+        buffer: pb.Buffer = (self._call_of_session if renews else self._call)(method, request, timeout)
         self.tokens.learn(buffer)
         return buffer
+
+    def _call_of_session(self, method: str, request: Any, timeout: float) -> Any:
+        """Make a call at the port for sessions. Without one, or without its answer, make it at the port for all."""
+        begun, request_id = time.monotonic(), new_id()
+        about = metadata_of(request_id, self._client_name, tracing.parent())
+        try:
+            reply = self._sessions_port.ask(method, request, timeout * _OWN_PORT_PART, about)
+        except grpc.RpcError as error:
+            raise self._error(error, timeout, False, request_id) from None
+        if reply is not None:
+            return reply
+        reply = self._call(method, request, max(_LAST_S, begun + timeout - time.monotonic()))
+        if isinstance(reply, pb.RenewSessionReply):  # another coordinator may lead now, with another port
+            self._sessions_port.learn(self._peers.now.address, reply.sessions_port)
+        return reply
 
     def _call(self, method: str, request: Any, timeout: float) -> Any:
         request_id = new_id()  # the same for each attempt

@@ -14,7 +14,8 @@ import pytest
 from smb import errors
 from smb.rpc import control_pb2 as pb
 from smb.rpc.control_pb2_grpc import CoordinatorServicer
-from smb.rpc.coordinator_client import ANSWERED, OUTCOME, STANDBY, Coordinator
+from smb.rpc.coordinator_client import Coordinator
+from smb.rpc.trailers import ANSWERED, OUTCOME, STANDBY
 from tests.support.control_plane import served
 
 Answer: TypeAlias = Callable[[Any, grpc.ServicerContext], Any]

@@ -12,7 +12,8 @@ import pytest
 from smb import errors
 from smb.rpc import control_pb2 as pb
 from smb.rpc.control_pb2_grpc import CoordinatorServicer
-from smb.rpc.coordinator_client import ANSWERED, STANDBY, Coordinator
+from smb.rpc.coordinator_client import Coordinator
+from smb.rpc.trailers import ANSWERED, STANDBY
 from tests.support.control_plane import served
 
 _LONG_S = 3.0  # for the first attempt, and for what comes of the second

@@ -21,8 +21,8 @@ from smb.coordinator.limits import CALLS_PER_CERTIFICATE_MAX
 from smb.daemon.process import GRPC_HANDSHAKE_MS
 from smb.rpc import control_pb2 as pb
 from smb.rpc.control_pb2_grpc import CoordinatorStub
-from smb.rpc.coordinator_client import BUSY, OUTCOME
 from smb.rpc.metadata import encode
+from smb.rpc.trailers import BUSY, OUTCOME
 from smb.security.credentials import COORDINATOR_NAME, channel, load_directory
 from tests.support.daemons import stopped
 from tests.support.floods import flooded
@@ -102,6 +102,37 @@ def test_a_certificate_with_many_calls_in_progress_is_refused_more(
         ending = pb.CloseSessionRequest(session_id=session.session_id, session_secret=session.session_secret)
         stub.CloseSession(ending, timeout=20)
     assert answered <= CALLS_PER_CERTIFICATE_MAX * 3 // 4  # the rest is for renewals of sessions
+
+
+def test_sessions_are_renewed_beside_many_connections_of_others(guarded: smb.LocalCluster, certificates: Path) -> None:
+    """Sessions have a port of their own, which answers one call of a connection at a time and nothing but renewals."""
+    reader, client = (load_directory(certificates / who) for who in ("reader", "client"))
+    host = guarded.address.split(":")[0]
+    with channel(guarded.address, COORDINATOR_NAME, client) as first:
+        session = CoordinatorStub(first).OpenSession(  # type: ignore[no-untyped-call]
+            pb.OpenSessionRequest(client_name="beside"), timeout=20
+        )
+    own = f"{host}:{session.sessions_port}"
+    assert own != guarded.address
+    renewal = pb.RenewSessionRequest(session_id=session.session_id, session_secret=session.session_secret)
+    ending = pb.CloseSessionRequest(session_id=session.session_id, session_secret=session.session_secret)
+    with channel(own, COORDINATOR_NAME, client) as ours, channel(own, COORDINATOR_NAME, reader) as theirs:
+        stub, other = (CoordinatorStub(each) for each in (ours, theirs))  # type: ignore[no-untyped-call]
+        for call, request in (
+            (other.ListServers, pb.ListServersRequest()),
+            (other.OpenBuffer, pb.OpenBufferRequest(name="none", timeout_ms=1000)),
+        ):
+            with pytest.raises(grpc.RpcError) as refused:
+                call(request, timeout=20)
+            assert refused.value.code() is grpc.StatusCode.PERMISSION_DENIED
+            assert f"ask {guarded.address}" in str(refused.value.details())
+        flood = [other.OpenBuffer.future(pb.OpenBufferRequest(name="none"), timeout=60) for _ in range(1000)]
+        with flooded(guarded.address, certificates / "reader"):
+            stub.RenewSession(renewal, timeout=20)
+        assert sum(each.done() for each in flood) < len(flood)  # it did not wait for all of these
+        for each in flood:
+            each.cancel()
+        stub.CloseSession(ending, timeout=20)
 
 
 def _alive(address: str, credentials: Path) -> set[str]:

@@ -17,7 +17,7 @@ from smb.errors import PermissionDeniedError
 from smb.files.copying import copy_buffer, restore, snapshot
 from smb.files.open_file import open_file
 from smb.rpc import control_pb2 as pb
-from smb.rpc.coordinator_client import ANSWERED
+from smb.rpc.trailers import ANSWERED
 from smb.security.credentials import CA_FILE, COORDINATOR_NAME, channel, load_directory, server_name
 from smb.security.roles import RULES, Caller, Role, permit
 

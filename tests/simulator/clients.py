@@ -16,7 +16,7 @@ import grpc
 
 from smb.rpc import control_pb2 as pb
 from smb.rpc.control_pb2_grpc import CoordinatorStub
-from smb.rpc.coordinator_client import ANSWERED, OUTCOME, STANDBY, trailers_of
+from smb.rpc.trailers import ANSWERED, OUTCOME, STANDBY, trailers_of
 from tests.simulator.engine import BUSY, NOT_FOUND, OK
 from tests.simulator.loop import Process
 from tests.simulator.network import Channel

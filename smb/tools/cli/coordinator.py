@@ -26,6 +26,7 @@ def coordinator(
     context: typer.Context,
     listen: Annotated[str, option("coordinator.listen")] = SETTINGS["coordinator.listen"].default,
     servers: Annotated[str | None, option("coordinator.servers")] = None,
+    sessions: Annotated[str | None, option("coordinator.sessions")] = None,
     state: Annotated[str, option("coordinator.state")] = SETTINGS["coordinator.state"].default,
     metrics: Annotated[str, option("coordinator.metrics")] = SETTINGS["coordinator.metrics"].default,
     ready_file: Annotated[Path | None, option("coordinator.ready_file")] = None,
@@ -67,6 +68,7 @@ def coordinator(
         options = CoordinatorOptions(
             listen=listen,
             servers=servers,
+            sessions=sessions,
             state=state,
             metrics=metrics,
             ready_file=ready_file,

@@ -231,7 +231,8 @@ def test_the_chart_agrees_with_the_manifests(name: str) -> None:
     assert mounts[0] == mounts[1]
     environments = [{each["name"]: each for each in container["env"]} for container in containers]
     # The chart's coordinators listen at their pod's address, because there may be several.
-    own = {"POD_IP", "SMB_COORDINATOR_LISTEN", "SMB_COORDINATOR_SERVERS"} if name == "coordinator" else set()
+    listens = {f"SMB_COORDINATOR_{each}" for each in ("LISTEN", "SERVERS", "SESSIONS")}
+    own = {"POD_IP", *listens} if name == "coordinator" else set()
     assert {key: value for key, value in environments[0].items() if key not in own} == environments[1]
     if name == "memserver":
         keys = [[each["topologyKey"] for each in pod["topologySpreadConstraints"]] for pod in pods]

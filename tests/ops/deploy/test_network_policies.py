@@ -94,7 +94,7 @@ ETCD = ipaddress.IPv4Address("10.9.8.7")
 CLIENTS = (Pod(CLIENT), Pod(CLIENT, "research"))
 STRANGERS = (Pod(), Pod({}, "research"), ipaddress.IPv4Address("10.1.2.3"))
 PROMETHEUS = Pod({}, "monitoring")
-PORTS = (7070, 7071, 7072, 7073, 9470, 9471)
+PORTS = (7070, 7071, 7072, 7073, 7074, 9470, 9471)
 # What daemons connect to, by their role: the role, and the name of the port there. As daemons do (the test below).
 CONNECTIONS = {
     ("memserver", "coordinator", "control"),  # registers, and fills mirrors as a client
@@ -105,6 +105,7 @@ CONNECTIONS = {
 NUMBERS = {
     ("coordinator", "control"): 7070,
     ("coordinator", "servers"): 7073,
+    ("coordinator", "sessions"): 7074,
     ("coordinator", "metrics"): 9470,
     ("memserver", "data"): 7071,
     ("memserver", "control"): 7072,
@@ -141,8 +142,11 @@ def test_policies_let_through_what_is_needed_and_nothing_else(objects: Any) -> N
     places = dict(zip(daemons, range(2), strict=True))
     for source, target, name in CONNECTIONS:
         needed.add((places[source], places[target], NUMBERS[target, name]))
+    # The test below has no credentials, and so no such port. Relays of mirrors are clients.
+    needed.add((places["memserver"], places["coordinator"], 7074))
     for client in CLIENTS:
         needed.add((ends.index(client), places["coordinator"], 7070))
+        needed.add((ends.index(client), places["coordinator"], 7074))
         needed.add((ends.index(client), places["memserver"], 7071))
     needed.add((ends.index(PROMETHEUS), places["coordinator"], 9470))
     needed.add((ends.index(PROMETHEUS), places["memserver"], 9471))

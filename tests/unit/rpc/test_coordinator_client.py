@@ -12,7 +12,8 @@ import pytest
 from smb.errors import UnavailableError
 from smb.rpc import control_pb2 as pb
 from smb.rpc.control_pb2_grpc import CoordinatorServicer, add_CoordinatorServicer_to_server
-from smb.rpc.coordinator_client import ANSWERED, BUSY, OUTCOME, Coordinator
+from smb.rpc.coordinator_client import Coordinator
+from smb.rpc.trailers import ANSWERED, BUSY, OUTCOME
 
 
 def test_a_create_that_is_made_again_finds_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

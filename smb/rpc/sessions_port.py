@@ -1,0 +1,101 @@
+"""The leading coordinator's port for renewals of sessions and tokens, as one client uses it. Threads: any."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from typing import Any
+
+import grpc
+
+from smb.config.parse import format_address, parse_address
+from smb.config.request_ids import Metadata
+from smb.rpc.peers import Peers
+from smb.rpc.trailers import ANSWERED, BUSY, STANDBY, trailers_of
+from smb.security.credentials import Credentials
+
+# Before a port that did not answer is tried again: a firewall may close it for good, or it was slow for a while.
+_AGAIN_S = 60.0
+
+_log = logging.getLogger("smb")
+
+
+class SessionsPort:
+    """Call `close` at the end."""
+
+    def __init__(self, credentials: Credentials | None) -> None:
+        self._credentials = credentials
+        self._lock = threading.Lock()  # guards all below
+        self._address = ""  # empty: no such port is known, or it is left alone for now
+        self._peers: Peers | None = None
+        self._answered = False  # at this address
+        self._again_at: dict[str, float] = {}  # by address: when one that did not answer is tried again
+        self._closed = False
+
+    def learn(self, coordinator: str, port: int) -> None:
+        """Use the port that the coordinator at this address has named; 0: it has none."""
+        address = format_address(parse_address(coordinator)[0], port) if port else ""
+        with self._lock:
+            if self._closed or address == self._address or time.monotonic() < self._again_at.get(address, 0.0):
+                return
+            former = self._use(address)
+        if former is not None:
+            former.close()
+
+    def ask(self, method: str, request: Any, timeout: float, about: Metadata) -> Any:
+        """Return the answer to a call; None if there is none from here, and the port for all has to be asked. Raises
+        grpc.RpcError if the leader has refused the call. Blocks up to `timeout` seconds.
+        """
+        with self._lock:
+            address = self._address
+            if not address or self._closed:
+                return None
+            if self._peers is None:
+                self._peers = Peers([address], self._credentials)
+            peers = self._peers
+        try:
+            peers.take_new_certificate()
+            answer = peers.ask(peers.now, method, request, timeout, 0.0, "", about)
+        except ValueError:  # another thread has closed the channel
+            return None
+        except grpc.RpcError as error:
+            trailers = trailers_of(error)
+            if ANSWERED in trailers and STANDBY not in trailers and BUSY not in trailers:
+                self._answered = True
+                raise
+            if BUSY not in trailers:
+                self._failed(address, error.code(), standby=STANDBY in trailers)
+            return None
+        self._answered = True
+        return answer
+
+    def close(self) -> None:
+        """Close the channel; calls in progress fail."""
+        with self._lock:
+            self._closed = True
+            former = self._use("")
+        if former is not None:
+            former.close()
+
+    def _use(self, address: str) -> Peers | None:
+        """Use that address from now on, and return what is to be closed. The caller holds the lock."""
+        former, self._peers = self._peers, None
+        self._address, self._answered = address, False
+        return former
+
+    def _failed(self, address: str, code: grpc.StatusCode, *, standby: bool) -> None:
+        """Leave the port alone until an answer names one again. One that has answered is kept while it is only slow."""
+        with self._lock:
+            if address != self._address or (self._answered and code is grpc.StatusCode.DEADLINE_EXCEEDED):
+                return
+            if not self._answered and not standby:
+                self._again_at = {address: time.monotonic() + _AGAIN_S}
+                _log.info(
+                    "the coordinator's port for sessions, %s, cannot be reached; other clients' calls may hold up this "
+                    "session's renewals: open the port, or name another one (smb coordinator --sessions)",
+                    address,
+                )
+            former = self._use("")
+        if former is not None:
+            former.close()

@@ -1,0 +1,116 @@
+"""The port for renewals of sessions: when a client asks there, and when at the port for all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import grpc
+import pytest
+
+from smb.rpc import control_pb2 as pb
+from smb.rpc import sessions_port
+from smb.rpc.control_pb2_grpc import CoordinatorServicer, add_CoordinatorServicer_to_server
+from smb.rpc.coordinator_client import Coordinator, SessionEndedError
+from smb.rpc.trailers import ANSWERED, BUSY, STANDBY
+
+TIMEOUT_S = 60.0
+
+
+class _Port(CoordinatorServicer):
+    """Counts renewals. `refuses`: a code, and the metadata with which it refuses all."""
+
+    def __init__(self, sessions_port: int = 0) -> None:
+        self.sessions_port, self.renewals, self.opens = sessions_port, 0, 0
+        self.refuses: tuple[grpc.StatusCode, str] | None = None
+
+    def OpenSession(self, request: Any, context: Any) -> pb.OpenSessionReply:  # noqa: N802
+        return pb.OpenSessionReply(session_id=7, lease_ms=30_000, sessions_port=self.sessions_port)
+
+    def RenewSession(self, request: Any, context: Any) -> pb.RenewSessionReply:  # noqa: N802
+        self.renewals += 1
+        if self.refuses is not None:
+            context.set_trailing_metadata(((ANSWERED, "1"), (self.refuses[1], "1")))
+            context.abort(self.refuses[0], "refused")
+        return pb.RenewSessionReply(lease_ms=30_000, sessions_port=self.sessions_port)
+
+    def OpenBuffer(self, request: Any, context: Any) -> pb.Buffer:  # noqa: N802
+        self.opens += 1
+        return pb.Buffer(id=request.id, name=request.name)
+
+
+@contextmanager
+def _serving(service: _Port, at: int = 0) -> Iterator[int]:
+    server = grpc.server(ThreadPoolExecutor(2), options=[("grpc.so_reuseport", 0)])
+    add_CoordinatorServicer_to_server(service, server)  # type: ignore[no-untyped-call]
+    port = server.add_insecure_port(f"127.0.0.1:{at}")
+    server.start()
+    try:
+        yield port
+    finally:
+        server.stop(None).wait()
+
+
+def _renew(client: Coordinator, service: _Port) -> int:
+    before = service.renewals
+    client.renew_session(7, "test", TIMEOUT_S)
+    return service.renewals - before
+
+
+def test_sessions_and_tokens_are_renewed_at_the_port_for_sessions() -> None:
+    """An open by name, or one that waits, is asked of the port for all. What the leader refuses is refused."""
+    own = _Port()
+    with _serving(own) as port, _serving(_Port(port)) as at:
+        client = Coordinator(f"127.0.0.1:{at}")
+        try:
+            client.open_session("test", TIMEOUT_S)
+            assert _renew(client, own) == 1
+            client.open_buffer("w", 0.0, TIMEOUT_S, 5)
+            assert own.opens == 1
+            client.open_buffer("w", 0.0, TIMEOUT_S)
+            client.open_buffer("w", 1.0, TIMEOUT_S, 5)
+            assert own.opens == 1
+            own.refuses = (grpc.StatusCode.FAILED_PRECONDITION, "smb-test")
+            with pytest.raises(SessionEndedError):
+                client.renew_session(7, "test", TIMEOUT_S)
+        finally:
+            client.close()
+
+
+def test_without_that_port_the_port_for_all_renews(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy port is asked again the next time. One of a coordinator that stands by, or that nobody reaches, is left
+    alone until an answer names one again, and one that never answered only after a minute.
+    """
+    now = [1000.0]
+    monkeypatch.setattr(sessions_port.time, "monotonic", lambda: now[0])
+    own = _Port()
+    with _serving(own) as port:
+        for_all = _Port(port)
+        with _serving(for_all) as at:
+            client = Coordinator(f"127.0.0.1:{at}")
+            try:
+                client.open_session("test", TIMEOUT_S)
+                for refusal in (BUSY, STANDBY):
+                    own.refuses = (grpc.StatusCode.UNAVAILABLE, refusal)
+                    before = own.renewals
+                    assert _renew(client, for_all) == 1
+                    assert own.renewals == before + 1
+                    own.refuses = None
+                    assert _renew(client, own) == 1
+                with _serving(_Port()) as gone:
+                    pass
+                for_all.sessions_port = gone
+                own.refuses = (grpc.StatusCode.UNAVAILABLE, STANDBY)
+                assert _renew(client, for_all) == 1  # which names the port that nobody reaches
+                own.refuses = None
+                assert _renew(client, for_all) == 1  # that port did not answer
+                there = _Port()
+                with _serving(there, gone):
+                    assert _renew(client, there) == 0
+                    now[0] += 61
+                    assert _renew(client, for_all) == 1  # which names it again
+                    assert _renew(client, there) == 1
+            finally:
+                client.close()
