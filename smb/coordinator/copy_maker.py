@@ -9,7 +9,8 @@ serving, and asks its backup at each read.
 
 Two copies can also switch their roles. The server of the backup confirms that it could take over. The primary hands
 over: it begins no change until its backup has everything. Then the record says so, and both are told. Each try holds up
-those who write, so a switch that failed is not tried again by itself for minutes.
+those who write, so a switch that failed is not tried again by itself for minutes. One that was refused because a server
+does not have its role yet, as one that has just registered, held up nobody, and is tried again within seconds.
 """
 
 from __future__ import annotations
@@ -47,11 +48,16 @@ HAND_OVER_TRIES = 10
 HAND_OVER_PAUSE_S = 0.03  # until a primary is asked again whether its backup has everything
 HANDS_OVER_S = 0.5  # half of the time for which a primary that hands over begins no change (csrc/server/roles.c)
 SWITCH_AGAIN_S = 300.0  # until the coordinator tries a switch again that failed
+SWITCH_SOON_S = 5.0  # likewise, if a server was only not ready yet
 
 _log = logging.getLogger("coordinator")
 # Arguments: segments and servers. Tells these servers at once their roles for these segments.
 TellRoles = Callable[[tuple[int, ...], tuple[str, ...]], Awaitable[None]]
 Drop = Callable[[Committed], Awaitable[None]]
+
+
+class _LastingError(UnavailableError):
+    """Why two copies cannot switch their roles, now and probably for a while."""
 
 
 class CopyMaker:
@@ -212,15 +218,17 @@ class CopyMaker:
         """Let the two copies switch their roles. A primary that has begun to hand over begins changes again by itself
         if the switch is not stored.
         """
-        segment = wish.segment
+        segment, handed_over_at = wish.segment, 0.0
         try:
             if not await self._can_switch(wish, wish.target):
-                raise UnavailableError(f'memory server "{wish.target}" is too old to switch roles: upgrade it')
+                raise _LastingError(f'memory server "{wish.target}" is too old to switch roles: upgrade it')
             handed_over_at = await self._hand_over(wish)
             failpoint("coordinator.switch.handed")
             await self._commit_log.commit(RolesSwitched(wish.record.key, segment.id, segment.epoch + 1))
         except Error as error:
-            self._give_switch_up(wish, error)
+            # NotFoundError: a server that has just registered has not confirmed its copy.
+            lasts = isinstance(error, _LastingError) or (handed_over_at and not isinstance(error, NotFoundError))
+            self._give_switch_up(wish, error, SWITCH_AGAIN_S if lasts else SWITCH_SOON_S)
             return
         failpoint("coordinator.switch.stored")
         self.on_switched([member.id for _, member in wish.members], wish.leaving, wish.target)
@@ -242,13 +250,13 @@ class CopyMaker:
             if await self._can_switch(wish, wish.leaving):
                 return asked_at
             await asyncio.sleep(HAND_OVER_PAUSE_S)
-        raise UnavailableError(f'the backup does not get all changes of memory server "{wish.leaving}" now')
+        raise _LastingError(f'the backup does not get all changes of memory server "{wish.leaving}" now')
 
-    def _give_switch_up(self, wish: Wish, error: Error) -> None:
+    def _give_switch_up(self, wish: Wish, error: Error, seconds: float) -> None:
         """Leave the roles of this bundle as they are for a while. Its servers go on making copies."""
         bundle = bundle_of(wish.segment)
         self._say_once(bundle, f"the two copies of a segment of {wish.record.title} keep their roles for now: {error}")
-        self._unswitchable_until[bundle] = self._commit_log.now().monotonic + SWITCH_AGAIN_S
+        self._unswitchable_until[bundle] = self._commit_log.now().monotonic + seconds
         for moves in (self._moves, self._switches):
             if wish.segment.id in moves and moves[wish.segment.id].switches:
                 del moves[wish.segment.id]

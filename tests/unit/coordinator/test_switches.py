@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 
 from smb.coordinator import balancer, copy_maker
-from smb.coordinator.copy_maker import SWITCH_AGAIN_S, CopyMaker
+from smb.coordinator.copy_maker import SWITCH_AGAIN_S, SWITCH_SOON_S, CopyMaker
 from smb.coordinator.events import BackupsLost, Event, Instant, RolesSwitched
 from smb.coordinator.moves import Move
 from smb.coordinator.records import ServerRecord
 from smb.coordinator.replicas import CopyRole
 from smb.coordinator.traffic import Traffic
+from smb.errors import NotFoundError
 from smb.rpc import control_pb2 as pb
 from tests.support.decisions import Cluster
 
@@ -26,6 +27,7 @@ class Rig:
     """Servers a, b and c, and what the coordinator does to them. Each buffer has its primary on a."""
 
     ready: bool = True  # what primaries say when they are asked to hand over
+    not_here: str = ""  # who does not know yet of what a server has: a server, or "records"
     stored_in_s: float = 0.0
     ready_after: bool = True  # likewise, once something was stored
     cluster: Cluster = field(default_factory=Cluster)
@@ -45,6 +47,8 @@ class Rig:
         return replace(self.cluster.now, monotonic=self.cluster.now.monotonic + self.at)
 
     async def commit(self, event: Event) -> object:
+        if self.not_here == "records":
+            raise NotFoundError("the server has not confirmed that it has a copy")
         self.did.append(("stored", type(event).__name__))
         self.at += self.stored_in_s
         self.ready = self.ready_after
@@ -52,6 +56,8 @@ class Rig:
 
     async def can_switch(self, server: ServerRecord, parts: Sequence[pb.Replica]) -> bool:
         self.did.append(("asked", server.name))
+        if server.name == self.not_here:
+            raise NotFoundError("segment 1 has no role here")
         return self.ready or all(part.role != CopyRole.PRIMARY.value for part in parts)
 
     async def take_roles(self, *_: object) -> frozenset[int]:
@@ -106,7 +112,22 @@ def test_a_switch_that_fails_waits_and_nothing_else_does() -> None:
     rig.cluster.do(BackupsLost("a", frozenset({lost.id})))
     rig.look()
     assert len(rig.copied) == 1
+    rig.at += SWITCH_SOON_S
+    assert list(rig.maker.unswitchable()) == [move.segment_id]
     rig.at += SWITCH_AGAIN_S
+    assert not rig.maker.unswitchable()
+
+
+@pytest.mark.parametrize("waits_for", ["backup", "primary", "records"])
+def test_a_switch_that_was_only_too_early_is_tried_again_soon(waits_for: str) -> None:
+    """A server that has just registered does not have its roles yet, or has not said that it has its copies."""
+    rig = Rig()
+    move = rig.create_buffer()
+    rig.not_here = {"primary": "a", "backup": move.target}.get(waits_for, waits_for)
+    rig.maker.switch([move])
+    rig.look()
+    assert list(rig.maker.unswitchable()) == [move.segment_id]
+    rig.at += SWITCH_SOON_S
     assert not rig.maker.unswitchable()
 
 
