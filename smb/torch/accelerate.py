@@ -15,6 +15,7 @@ import torch
 import smb.train
 from smb.errors import InvalidArgumentError
 from smb.torch import joining
+from smb.torch.exchange_log import ExchangeLog
 from smb.torch.ranks import world
 from smb.torch.shared_model import Shared
 
@@ -31,6 +32,9 @@ def join(
     model. Only steps that the optimizer really takes count: one for each gradient_accumulation_steps, and none that the
     gradient scaler skips.
 
+    What the script logs by accelerator.log() also has the values of the last exchange since the call before
+    (ExchangeEvent.scalars), under the step that the script gives.
+
     If the accelerator has several processes (DDP, FSDP2), they are one member, as with mesh=: all of them make this
     call, step, and close together. Raises InvalidArgumentError for DeepSpeed and Megatron, which keep the parameters
     themselves.
@@ -44,4 +48,20 @@ def join(
     if accelerator.num_processes > 1:
         options.setdefault("mesh", world())
     plain = accelerator.unwrap_model(model, keep_torch_compile=False)
-    return joining.join(plain, optimizer, name, scheme=scheme, **options)
+    shared = joining.join(plain, optimizer, name, scheme=scheme, **options)
+    _add_to_log(accelerator, ExchangeLog(shared))
+    return shared
+
+
+def _add_to_log(accelerator: accelerate.Accelerator, exchanges: ExchangeLog) -> None:
+    """Add the values of exchanges to what the script logs. A call of our own would need a step, and trackers such as
+    W&B drop all that comes after a call with a larger one.
+
+    This lasts after the training, because a script may log once at its end.
+    """
+    log = accelerator.log
+
+    def log_with_exchanges(values: dict[str, Any], *arguments: Any, **options: Any) -> None:
+        log({**exchanges.take(), **values}, *arguments, **options)
+
+    accelerator.log = log_with_exchanges

@@ -7,14 +7,18 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
 from transformers import TrainerCallback
+from transformers.trainer_callback import CallbackHandler
 
 import smb
 import smb.train
+from smb.torch.exchange_log import ExchangeLog
 from smb.torch.joining import join
 from smb.torch.ranks import world
 from smb.torch.shared_model import Shared
@@ -30,9 +34,14 @@ class Callback(TrainerCallback):  # type: ignore[misc,unused-ignore]
     `on_exchange` is called after each exchange (Shared.on_exchange). `shared` is the result of smb.torch.join. If
     train() ends by an exception, the Trainer calls no callback: call close() then. The Trainer's processes (DDP, FSDP2)
     are one member, as with mesh=.
+
+    A record of the Trainer's log also has the values of the last exchange since the record before
+    (ExchangeEvent.scalars), for TensorBoard, W&B and whatever else report_to= names. So this callback becomes the first
+    of the Trainer's callbacks when training begins.
     """
 
     shared: Shared | None = None
+    _exchanges: ExchangeLog | None = None
 
     def __init__(
         self,
@@ -70,6 +79,8 @@ class Callback(TrainerCallback):  # type: ignore[misc,unused-ignore]
         self.shared = join(model, optimizer, self._name, scheme=self._scheme, **options)
         if self._on_exchange is not None:
             self.shared.on_exchange(self._on_exchange)
+        self._exchanges = ExchangeLog(self.shared)
+        _put_first(self)
         self._ahead = 0
         if self._schedule and lr_scheduler is not None:
             done = self.shared.catch_up(lr_scheduler)
@@ -89,6 +100,15 @@ class Callback(TrainerCallback):  # type: ignore[misc,unused-ignore]
         if self.shared is not None and self._ahead + state.global_step >= state.max_steps:
             control.should_training_stop = True
 
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:  # noqa: ARG002 - Trainer's names
+        """Add the values of the last exchange to a record of the log, and to the Trainer's list of records."""
+        if self._exchanges is None or logs is None:
+            return
+        values = self._exchanges.take()
+        logs.update(values)
+        if state.log_history:
+            state.log_history[-1].update(values)
+
     def on_train_end(self, *_: Any, **__: Any) -> None:
         """Leave the training with the shared model."""
         if self.shared is not None:
@@ -100,3 +120,20 @@ class Callback(TrainerCallback):  # type: ignore[misc,unused-ignore]
         if self.shared is not None:
             shared, self.shared = self.shared, None
             shared.abandon()
+
+
+def _put_first(callback: Callback) -> None:
+    """Move the callback to the front of its Trainer's callbacks. The Trainer puts the callbacks that write its log
+    before those that it is given, so they would write a record before on_log() has added to it.
+
+    transformers hands neither the Trainer nor its list to a callback, so the list is found in the caller.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        handler = frame.f_locals.get("self")
+        if isinstance(handler, CallbackHandler) and callback in handler.callbacks:
+            # The handler is going through this list: what comes after the callback keeps its place.
+            handler.callbacks.remove(callback)
+            handler.callbacks.insert(0, callback)
+            return
+        frame = frame.f_back

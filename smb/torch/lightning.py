@@ -14,6 +14,7 @@ import lightning
 import smb
 import smb.train
 from smb.errors import InvalidArgumentError
+from smb.torch.exchange_log import ExchangeLog
 from smb.torch.joining import join
 from smb.torch.ranks import world
 from smb.torch.shared_model import Shared
@@ -25,9 +26,13 @@ class Callback(lightning.Callback):  # type: ignore[misc,unused-ignore]
     name, scheme and options are smb.torch.join's. If there are several optimizers, the last one's steps count.
     Learning-rate schedules by steps continue at the group's step, unless schedule=False. `on_exchange` is called after
     each exchange. The Trainer's processes (strategy "ddp", ModelParallelStrategy) are one member, as with mesh=.
+
+    After each batch the values of the last exchange (ExchangeEvent.scalars) are logged by log_dict, so the Trainer's
+    loggers have them every log_every_n_steps, and callbacks in trainer.callback_metrics.
     """
 
     shared: Shared | None = None
+    _exchanges: ExchangeLog | None = None
 
     def __init__(
         self,
@@ -57,9 +62,16 @@ class Callback(lightning.Callback):  # type: ignore[misc,unused-ignore]
         self.shared = join(pl_module, trainer.optimizers[-1], self._name, scheme=self._scheme, **options)
         if self._on_exchange is not None:
             self.shared.on_exchange(self._on_exchange)
+        self._exchanges = ExchangeLog(self.shared)
         for config in trainer.lr_scheduler_configs if self._schedule else ():
             if config.interval == "step" and config.frequency == 1:
                 self.shared.catch_up(config.scheduler)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        """Log the values of the last exchange."""
+        if self._exchanges is not None and self._exchanges.values:
+            # The first of several processes has events, the others have none.
+            pl_module.log_dict(self._exchanges.values, rank_zero_only=trainer.world_size > 1)
 
     def on_train_end(self, *_: Any) -> None:
         """Leave the training with the shared model."""

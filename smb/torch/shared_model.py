@@ -33,7 +33,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -60,6 +60,13 @@ _joined: weakref.WeakSet[Shared] = weakref.WeakSet()
 class Shared:
     """A model that is trained together: the result of smb.torch.join. A context manager. Use it in one thread at a
     time.
+class ScalarWriter(Protocol):
+    """What writes numbers to a log, as torch.utils.tensorboard.SummaryWriter does."""
+
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> object:
+        """Write one number under its tag and step."""
+
+
 
     If an exception ends the `with` block, the process leaves the group without waiting for anything.
 
@@ -175,6 +182,29 @@ class Shared:
         joining.
 
         For schedules that count optimizer steps.
+    def log_to(self, writer: ScalarWriter) -> None:
+        """Write the values of each exchange (ExchangeEvent.scalars) to TensorBoard, by the group's steps.
+
+        `writer` is a torch.utils.tensorboard.SummaryWriter, or has its add_scalar(tag, value, global_step).
+
+        ```python
+        from torch.utils.tensorboard import SummaryWriter
+        with SummaryWriter() as writer, smb.torch.join(model, optimizer, "digits", scheme="asp") as shared:
+            shared.log_to(writer)  # smb/round, smb/members, smb/staleness, smb/norm, smb/bytes, smb/seconds
+        ```
+        """
+        if not callable(getattr(writer, "add_scalar", None)):
+            raise InvalidArgumentError(
+                f"log_to: pass a SummaryWriter of torch.utils.tensorboard, not {type(writer).__name__}; for another "
+                f"log use on_exchange() and ExchangeEvent.scalars()"
+            )
+
+        def write(event: smb.train.ExchangeEvent) -> None:
+            for tag, value in event.scalars().items():
+                writer.add_scalar(tag, value, event.step)
+
+        self.on_exchange(write)
+
 
         ```python
         import torch

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
+from smb.errors import Error
 from smb.train import member_table as t
 from smb.train.group import Group
+
+_log = logging.getLogger("smb")
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +25,9 @@ class ExchangeEvent:
     - `norm`, `staleness`: of the contribution.
     - `bytes`: sent and received as contributions and models.
     - `seconds`: the duration of the step that exchanged.
+    - `members`: the number of members afterwards, including this worker.
+
+    If the server that knows `round` and `members` could not be asked, they are those of this worker's exchange before.
     """
 
     step: int
@@ -29,6 +36,21 @@ class ExchangeEvent:
     staleness: int
     bytes: int
     seconds: float
+    members: int
+
+    def scalars(self) -> dict[str, float]:
+        """Return the values that a log shows, by name: smb/round, smb/members, smb/staleness, smb/norm, smb/bytes,
+        smb/seconds.
+
+        ```python
+        with smb.train.join(client, "run", values) as worker:
+            worker.on_exchange(lambda event: print(event.step, event.scalars()))
+        ```
+        """
+        return {f"smb/{name}": float(getattr(self, name)) for name in _LOGGED}
+
+
+_LOGGED = ("round", "members", "staleness", "norm", "bytes", "seconds")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +79,11 @@ def progress_of(rows: t.Rows) -> Progress:
 class ExchangeListeners:
     """The functions that are called after each exchange of one worker, in the thread that steps."""
 
-    def __init__(self, group: Group, progress: Callable[[], Progress]) -> None:
+    def __init__(self, group: Group, look: Callable[[], t.Rows]) -> None:
+        """`look` reads the group's table."""
         self._group = group
-        self._progress = progress
+        self._look = look
+        self._round, self._members = 0, 1  # as of the last look
         self._listeners: list[Callable[[ExchangeEvent], object]] = []
 
     def add(self, listener: Callable[[ExchangeEvent], object]) -> None:
@@ -72,8 +96,17 @@ class ExchangeListeners:
         """
         if not self._listeners:
             return
-        member, progress = self._group.member, self._progress()
+
+        If the read fails, no error is raised: the step is done, and a caller that repeated it would take another one.
+        member = self._group.member
+        try:
+            rows = self._look()
+            self._round, self._members = progress_of(rows).round, max(1, len(self._group.live(rows)))
+        except Error as error:
+            _log.debug("training %r: an exchange's event has the round before: %s", self._group.name, error)
         norm = struct.unpack("<d", struct.pack("<q", member.get(t.NORM)))[0]
-        event = ExchangeEvent(member.get(t.STEPS), progress.round, norm, member.get(t.STALENESS), moved, seconds)
+        event = ExchangeEvent(
+            member.get(t.STEPS), self._round, norm, member.get(t.STALENESS), moved, seconds, self._members
+        )
         for listener in self._listeners:
             listener(event)

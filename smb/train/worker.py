@@ -117,7 +117,7 @@ class Worker:
         """The caller holds the group's setup lock: see take_part."""
         self.group = group  # other modules of smb use its buffers and table
         self._looking = t.Table(group.table.buffer)  # with rows of its own, because it is read while a step is running
-        self._listeners = ExchangeListeners(group, lambda: self.progress)
+        self._listeners = ExchangeListeners(group, self._looking.read)
         self._steps = Steps(group, parameters, self._listeners.tell)
         self.membership = Membership(group, parameters, self._steps)
 

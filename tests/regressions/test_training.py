@@ -44,6 +44,24 @@ def _unavailable(*_: Any, **__: Any) -> Any:
     raise smb.UnavailableError("the server is away")
 
 
+def test_a_step_is_taken_once_if_its_event_cannot_be_completed(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The read for an event's round raised out of step(), after the exchange; the caller's second call was a second
+    step.
+    """
+    events: list[smb.train.ExchangeEvent] = []
+    with smb.train.join(connect(), "run", _ones(), BSP()) as worker:
+        worker.on_exchange(events.append)
+        worker.step()
+        with monkeypatch.context() as patch:
+            patch.setattr(t.Table, "read", _unavailable)
+            worker._listeners.tell(7, 0.5)
+        worker.step()
+        assert worker.contributions == 2
+    assert [(event.step, event.round, event.members) for event in events] == [(1, 1, 1), (1, 1, 1), (2, 2, 1)]
+
+
 def test_a_read_that_a_round_overtakes_is_of_one_round(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
     """A reader had the old weights in the first half, and the new ones, which were just being copied, in the second."""
     client = connect()

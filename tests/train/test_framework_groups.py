@@ -84,6 +84,7 @@ def _lightning(client: smb.Client, rank: int, kind: str, directory: str) -> nn.M
     module = Module()
     data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(own), batch_size=4)
     trainer.fit(module, data)
+    assert ("smb/round" in trainer.callback_metrics) == (rank == 0)
     return module.layers
 
 

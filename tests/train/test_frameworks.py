@@ -5,6 +5,7 @@ docs/training.md, "Frameworks", has a table of what works with what.
 
 from __future__ import annotations
 
+import io
 import logging
 import warnings
 from collections.abc import Callable, Iterator
@@ -371,20 +372,170 @@ def test_what_keeps_parameters_is_refused(connect: Connect) -> None:
     assert not client.list()
 
 
-def test_tensorboard(connect: Connect, tmp_path: Path) -> None:
-    """The example of docs/training.md: events of exchanges to TensorBoard."""
+LOGGED = ("round", "members", "staleness", "norm", "bytes", "seconds")
+
+
+def scalars(directory: Path, prefix: str = "") -> dict[str, list[tuple[int, float]]]:
+    """Return what TensorBoard shows of exchanges: (step, value) of each point, by the name behind smb/."""
+    from tensorboard.backend.event_processing.event_multiplexer import EventMultiplexer
+
+    found = EventMultiplexer().AddRunsFromDirectory(str(directory)).Reload()
+    return {
+        tag.removeprefix(f"{prefix}smb/"): [(event.step, event.value) for event in found.Scalars(run, tag)]
+        for run, tags in found.Runs().items()
+        for tag in tags["scalars"]
+        if "smb/" in tag
+    }
+
+
+def check_points(found: dict[str, list[tuple[int, float]]], rounds: dict[int, int]) -> None:
+    """Check the points of a process that trains alone: its rounds by step."""
+    assert found.keys() == set(LOGGED)
+    assert found["round"] == list(rounds.items())
+    assert found["members"] == [(step, 1) for step in rounds]
+    assert found["staleness"] == [(step, 0) for step in rounds]
+    for name in ("norm", "bytes", "seconds"):
+        assert [step for step, _ in found[name]] == list(rounds)
+        assert all(value > 0 for _, value in found[name])
+
+
+@pytest.mark.parametrize("given_by", ["callbacks=", "add_callback"])
+def test_trainer_logs_exchanges(
+    transformers: Any, connect: Connect, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given_by: str
+) -> None:
+    """What report_to= names has the values of an exchange with the loss of its step, and the Trainer's records, too.
+    A callback that stands behind ours is called as before.
+    """
+    pytest.importorskip("tensorboard")
+    from smb.torch import hf
+
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "board"))
+    steps: list[int] = []
+
+    class Last(transformers.TrainerCallback):  # type: ignore[misc]
+        def on_train_begin(self, *_: Any, **__: Any) -> None:
+            steps.append(0)
+
+        def on_step_end(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
+            steps.append(state.global_step)
+
+    ours = [hf.Callback("run", "diloco", every=3, client=connect()), Last()]
+    trainer = transformers.Trainer(
+        language_model(transformers),
+        arguments(transformers, tmp_path, logging_steps=2, report_to=["tensorboard"]),
+        train_dataset=Text(), callbacks=ours if given_by == "callbacks=" else None,
+    )  # fmt: skip
+    for each in ours if given_by == "add_callback" else ():
+        trainer.add_callback(each)
+    trainer.train()
+    assert steps == list(range(9))
+    check_points(scalars(tmp_path / "board", "train/"), {4: 1, 6: 2})
+    records = {record["step"]: record for record in trainer.state.log_history if "smb/round" in record}
+    assert {step: record["smb/round"] for step, record in records.items()} == {4: 1, 6: 2}
+    assert all("loss" in record for record in records.values())
+
+
+def test_lightning_logs_exchanges(connect: Connect, tmp_path: Path) -> None:
+    """A logger has the values of the last exchange each time that it writes; callbacks find them, too."""
+    lightning = pytest.importorskip("lightning")
+    pytest.importorskip("tensorboard")
+    from lightning.pytorch.loggers import TensorBoardLogger
+
+    from smb.torch.lightning import Callback
+
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+
+    class Module(lightning.LightningModule):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Linear(6, 2)
+
+        def training_step(self, batch: Any, number: int) -> torch.Tensor:
+            return self.layers(batch[0]).square().mean()  # type: ignore[no-any-return]
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.cat(list(_batches(9)))), batch_size=8)
+    trainer = lightning.Trainer(
+        max_epochs=1, accelerator=DEVICE, devices=1, logger=TensorBoardLogger(tmp_path), log_every_n_steps=3,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        callbacks=[Callback("run", "localsgd", every=2, client=connect())],
+    )  # fmt: skip
+    trainer.fit(Module(), data)
+    check_points(scalars(tmp_path), {2: 1, 5: 3, 8: 4})  # Lightning counts batches from 0
+    assert trainer.callback_metrics["smb/round"] == 4
+
+
+def test_accelerate_logs_exchanges(connect: Connect, tmp_path: Path) -> None:
+    """A record of accelerator.log() has the last exchange's values once, under the script's own step."""
+    accelerate = pytest.importorskip("accelerate")
+    pytest.importorskip("tensorboard")
+    from smb.torch import accelerate as together
+
+    accelerator = accelerate.Accelerator(cpu=ON_HOST, log_with="tensorboard", project_dir=tmp_path)
+    accelerator.init_trackers("board")
+    model = nn.Linear(6, 2)
+    prepared, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with together.join(accelerator, prepared, optimizer, "run", "localsgd", every=2, client=connect()):
+        for number, images in enumerate(_batches(7), 101):
+            accelerator.backward(prepared(images.to(DEVICE)).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            values = {"own": number}
+            accelerator.log(values, step=number)
+            assert values == {"own": number}
+    accelerator.end_training()
+    check_points(scalars(tmp_path), {102: 1, 104: 2, 106: 3})
+
+
+def test_tensorboard_of_a_plain_script(connect: Connect, tmp_path: Path) -> None:
+    """log_to() writes each exchange under the group's step; what can't write is refused."""
     tensorboard = pytest.importorskip("torch.utils.tensorboard")
     model = nn.Linear(6, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with (
         warnings.catch_warnings(),
         tensorboard.SummaryWriter(tmp_path) as writer,
-        smb.torch.join(model, optimizer, "run", scheme="localsgd", every=1, client=connect()) as shared,
+        smb.torch.join(model, optimizer, "run", scheme="localsgd", every=2, client=connect()) as shared,
     ):
-        shared.on_exchange(lambda event: writer.add_scalar("smb/norm", event.norm, event.step))
-        model(torch.ones(3, 6)).square().mean().backward()
-        optimizer.step()
-    assert next(tmp_path.iterdir()).stat().st_size > 0
+        with pytest.raises(smb.InvalidArgumentError, match=r"log_to: pass a SummaryWriter .*, not PosixPath"):
+            shared.log_to(tmp_path)  # type: ignore[arg-type]
+        shared.log_to(writer)
+        for images in _batches(5):
+            model(images).square().mean().backward()
+            optimizer.step()
+    check_points(scalars(tmp_path), {2: 1, 4: 2})
+
+
+def test_a_log_knows_the_members(connect: Connect) -> None:
+    """Of two members that train, each one's events count both."""
+    client, models = connect(), [nn.Linear(6, 2) for _ in range(2)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    events: list[smb.train.ExchangeEvent] = []
+    with (
+        smb.torch.join(models[0], optimizers[0], "run", scheme="asp", client=client) as shared,
+        smb.torch.join(models[1], optimizers[1], "run", client=client),
+    ):
+        shared.on_exchange(events.append)
+        models[0](torch.ones(3, 6)).square().mean().backward()
+        optimizers[0].step()
+    assert [event.scalars()["smb/members"] for event in events] == [2]
+
+
+def test_a_bar_over_batches(connect: Connect) -> None:
+    """tqdm shows a bar with a total, which is full when a process that trains alone has finished its epoch."""
+    tqdm = pytest.importorskip("tqdm")
+    model = nn.Linear(6, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with smb.torch.join(model, optimizer, "run", scheme="asp", client=connect()) as shared:
+        for epoch in range(2):
+            shown = io.StringIO()
+            for batch in tqdm.tqdm(shared.batches(40, 4), file=shown, mininterval=0, desc=f"epoch {epoch}"):
+                model(torch.ones(len(batch), 6)).square().mean().backward()
+                optimizer.step()
+            assert f"epoch {epoch}: 100%" in shown.getvalue()
+            assert "10/10" in shown.getvalue()
 
 
 def test_progress(connect: Connect) -> None:
