@@ -57,9 +57,6 @@ _log = logging.getLogger("smb")
 _joined: weakref.WeakSet[Shared] = weakref.WeakSet()
 
 
-class Shared:
-    """A model that is trained together: the result of smb.torch.join. A context manager. Use it in one thread at a
-    time.
 class ScalarWriter(Protocol):
     """What writes numbers to a log, as torch.utils.tensorboard.SummaryWriter does."""
 
@@ -67,6 +64,9 @@ class ScalarWriter(Protocol):
         """Write one number under its tag and step."""
 
 
+class Shared:
+    """A model that is trained together: the result of smb.torch.join. A context manager. Use it in one thread at a
+    time.
 
     If an exception ends the `with` block, the process leaves the group without waiting for anything.
 
@@ -177,11 +177,6 @@ class ScalarWriter(Protocol):
         self._check_open()
         self.worker.on_exchange(listener)
 
-    def catch_up(self, scheduler: torch.optim.lr_scheduler.LRScheduler) -> int:
-        """Step a learning-rate schedule until it is where the group is, and return the group's steps. Call it after
-        joining.
-
-        For schedules that count optimizer steps.
     def log_to(self, writer: ScalarWriter) -> None:
         """Write the values of each exchange (ExchangeEvent.scalars) to TensorBoard, by the group's steps.
 
@@ -205,6 +200,11 @@ class ScalarWriter(Protocol):
 
         self.on_exchange(write)
 
+    def catch_up(self, scheduler: torch.optim.lr_scheduler.LRScheduler) -> int:
+        """Step a learning-rate schedule until it is where the group is, and return the group's steps. Call it after
+        joining.
+
+        For schedules that count optimizer steps.
 
         ```python
         import torch

@@ -93,11 +93,11 @@ class ExchangeListeners:
     def tell(self, moved: int, seconds: float) -> None:
         """Call all listeners after a step that moved `moved` bytes in `seconds`. One small read if there are any
         listeners.
+
+        If the read fails, no error is raised: the step is done, and a caller that repeated it would take another one.
         """
         if not self._listeners:
             return
-
-        If the read fails, no error is raised: the step is done, and a caller that repeated it would take another one.
         member = self._group.member
         try:
             rows = self._look()
