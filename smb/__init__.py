@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from smb.buffer_info import BufferInfo
     from smb.client import Client, connect
     from smb.cluster import LocalCluster
+    from smb.config.cancellation import to_thread
     from smb.feedback import ErrorFeedback
     from smb.files.open_file import open_file
     from smb.layout import Layout
@@ -67,6 +68,7 @@ __all__ = [
     "UnavailableError",
     "connect",
     "open_file",
+    "to_thread",
 ]
 __version__ = "0.1.0"
 
@@ -84,6 +86,7 @@ _MODULES = {
     "Tensor": "smb.tensors",
     "connect": "smb.client",
     "open_file": "smb.files.open_file",
+    "to_thread": "smb.config.cancellation",
 }
 # Imported by `import smb.torch`, or when they are first used. A notebook completes their names.
 _PACKAGES = ("metrics", "ray", "torch", "train")

@@ -586,8 +586,9 @@ class Client:
         ```
 
         The next `parties` arrivals are the next round. All parties pass the same `parties`, else InvalidArgumentError.
-        If a party dies, loses its connection for longer than 3 s, or waits longer than its `timeout` (seconds; None: no
-        end), all parties of the round get BrokenBarrierError, and the next round starts clean.
+        If a party dies, loses its connection for longer than 3 s, waits longer than its `timeout` (seconds; None: no
+        end), or is interrupted (by Ctrl-C, or in smb.to_thread by a cancelled task), all parties of the round get
+        BrokenBarrierError, and the next round starts clean.
         """
         home = self._home(pb.BARRIER, name, self.timeout)
         if isinstance(parties, bool) or not isinstance(parties, int) or parties < 1:
@@ -596,7 +597,13 @@ class Client:
             raise InvalidArgumentError(f"barrier {name!r}: timeout must be at least 0, not {timeout!r}")
         asked = f"barrier {name!r} of {parties} parties"
         seat = home.ask(asked, AskOpcode.ARRIVE, 0, (parties,))
-        home.ask(asked, AskOpcode.AWAIT_BARRIER, 0, (seat.a, wait_ms(timeout)), wait=timeout)
+        try:
+            home.ask(asked, AskOpcode.AWAIT_BARRIER, 0, (seat.a, wait_ms(timeout)), wait=timeout)
+        except Error:
+            raise
+        except BaseException:  # Ctrl-C, or a cancelled task: this party does not come, although it has a seat
+            home.tell(AskOpcode.AWAIT_BARRIER, (seat.a, 0))
+            raise
         return seat.b
 
     def _home(self, kind: pb.Kind, name: str, patience: float, replicas: int = 1) -> Home:

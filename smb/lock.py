@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import operator
 import time
 from collections.abc import Sequence
+from functools import partial
 from types import TracebackType
 
 from smb.call.lock_renewals import Renewals
@@ -19,6 +21,7 @@ from smb.call.sync_requests import (
     raise_fences,
     wait_ms,
 )
+from smb.config import cancellation
 from smb.engine import AskOpcode, PendingRequest
 from smb.errors import (
     DeadlineError,
@@ -49,6 +52,7 @@ class Lock:
     background. A holder that dies, or is stopped for longer than `ttl`, loses it, and the next waiter gets it; leaving
     the block then raises LockLostError. Changes of the buffer with fence=lock are refused after that, so that no change
     of a former holder mixes with those of the present one. Not reentrant. Use one object in one thread at a time.
+    In a coroutine use `async with`: the event loop goes on meanwhile, and a cancelled task no longer waits.
 
     ```python
     with buffer.lock() as lock:
@@ -192,6 +196,19 @@ class Lock:
             if error is None:
                 raise
             _log.warning("lock %s was lost, or could not be released, while an error left its block", self._home.what)
+
+    async def __aenter__(self) -> Lock:
+        try:
+            return await cancellation.to_thread(self.acquire)
+        except asyncio.CancelledError:
+            if self._token != 0:  # cancelled at the moment at which the lock was granted
+                await cancellation.finished(partial(self.__exit__, None, None, None))
+            raise
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await cancellation.finished(partial(self.__exit__, kind, error, trace))
 
     def __index__(self) -> int:
         return operator.index(self.token)

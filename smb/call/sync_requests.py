@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from smb.call.reaching import pauses, until_reached
 from smb.call.recovery import Action, Facts, Heard, decide
 from smb.call.session import Session
+from smb.config import cancellation
 from smb.config.backoff import Backoff
 from smb.engine import AskOpcode, EngineError, Link, PendingRequest, Reply, Status
 from smb.errors import (
@@ -43,6 +44,7 @@ _TURN_MS = 200
 _NAME_S = 1.0  # for the name of a client that is in the way
 _LOOK_S = 1.0  # while there is no connection, the coordinator is asked this often whether the memory is lost
 _WAITING_MAX = 4096  # csrc/server/waits.h: WAITS_PER_CONNECTION
+_REPEATABLE_WAITS = (AskOpcode.LOCK, AskOpcode.AWAIT_VERSION)  # a barrier's timeout breaks the round
 _PINS_MAX = 1024  # csrc/memory/pins.h: SESSION_PINS_MAX
 
 
@@ -56,7 +58,7 @@ def _words_after(opcode: AskOpcode, words: tuple[int, ...], passed_s: float) -> 
 
     The timeout becomes the rest of the timeout, and the time waited so far is added (docs/protocol.md).
     """
-    if passed_s * 1000 < 1 or opcode not in (AskOpcode.LOCK, AskOpcode.AWAIT_VERSION) or len(words) < 2:
+    if passed_s * 1000 < 1 or opcode not in _REPEATABLE_WAITS or len(words) < 2:
         return words
     passed_ms, (first, timeout_ms, *rest) = int(passed_s * 1000), words
     if opcode is AskOpcode.LOCK and rest:
@@ -174,9 +176,18 @@ class Home:
         while True:
             began = time.monotonic()
             passed_s = began - first
+            left = None if wait is None else max(0.0, wait - passed_s)
+            now = _words_after(opcode, words, passed_s)
+            turn_s = cancellation.turn_s(left) if opcode in _REPEATABLE_WAITS else None
             try:
-                left = None if wait is None else max(0.0, wait - passed_s)
-                return self._ask(asked, opcode, argument, _words_after(opcode, words, passed_s), left)
+                if turn_s is None:
+                    return self._ask(asked, opcode, argument, now, left)
+                return self._ask(asked, opcode, argument, (now[0], wait_ms(turn_s), *now[2:]), turn_s)
+            except _NotInTimeError:
+                if turn_s is None:
+                    raise
+                cancellation.check()
+                backoff, reopened = pauses(Deadline(self._client.timeout)), False
             except (PermissionDeniedError, SegmentMovedError, NotFoundError) as error:  # the server did nothing
                 # the parties that had arrived are forgotten, too
                 if opcode is AskOpcode.AWAIT_BARRIER and isinstance(error, NotFoundError):
@@ -339,6 +350,8 @@ class Home:
             if reply is not None:
                 return reply
             self._client.check_open()
+            if wait is None or wait > cancellation.TURN_S:  # otherwise it ends by itself
+                cancellation.check()
             now = time.monotonic()
             if pending.link.connected():
                 connected = looked = now
@@ -367,8 +380,12 @@ class Home:
                 raise self._lost(asked) from error
             raise type(error)(f"{asked}: {error}") from error
 
-        self._link = link = until_reached(self._attach, self, deadline, self._client.check_open, explain)
+        self._link = link = until_reached(self._attach, self, deadline, self._check, explain)
         return link
+
+    def _check(self) -> None:
+        cancellation.check()
+        self._client.check_open()
 
     def _attach(self, deadline: Deadline) -> Link:
         return self._client.reach_waits(self._location, deadline)

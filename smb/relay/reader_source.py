@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from zlib import crc32
 
 from smb.buffer_info import BufferInfo
+from smb.config import cancellation
 from smb.errors import (
     DeadlineError,
     Error,
@@ -162,6 +163,7 @@ class Nearest:
             left = _LEASE_S if end is None else min(_LEASE_S, max(0.0, end - time.monotonic()))
             asked = self._client.submit(partial(mirror.wait, generation, timeout=left))
             while not wait([asked], _TURN_S).done:
+                cancellation.check()
                 now = self._progress(mirror)
                 if now != before:
                     moved, before = time.monotonic(), now

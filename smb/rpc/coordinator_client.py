@@ -19,7 +19,7 @@ from typing import Any
 import grpc
 
 from smb import errors
-from smb.config import tracing
+from smb.config import cancellation, tracing
 from smb.config.backoff import Backoff
 from smb.config.parse import parse_address, parse_addresses
 from smb.config.request_ids import REQUEST, metadata_of, new_id
@@ -188,8 +188,20 @@ class Coordinator:
     ) -> pb.Buffer:
         """Wait up to `wait` seconds for the name to appear. With `known_id`: the buffer with that id, even if
         renamed."""
-        request = pb.OpenBufferRequest(name=name, timeout_ms=round(wait * 1000), id=known_id, kind=kind)
-        return self._opened("OpenBuffer", request, wait + timeout)
+        left = wait
+        while True:
+            turn_s = cancellation.turn_s(left)
+            now_s = left if turn_s is None else turn_s
+            request = pb.OpenBufferRequest(name=name, timeout_ms=round(now_s * 1000), id=known_id, kind=kind)
+            try:
+                return self._opened("OpenBuffer", request, now_s + timeout)
+            except errors.NotFoundError as error:
+                cancellation.check()
+                if turn_s is None and left == wait:
+                    raise
+                if turn_s is None:  # the last of several turns names its own time
+                    raise errors.NotFoundError(str(error).replace(f"within {left:g} s", f"within {wait:g} s")) from None
+                left -= turn_s
 
     def place(self, kind: pb.Kind, name: str, timeout: float, replicas: int = 1) -> pb.Buffer:
         """Return the location of the lock or barrier of that name; the first request makes it, with its copies."""

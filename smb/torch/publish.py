@@ -22,6 +22,7 @@ import torch
 
 import smb
 from smb.call.published_states import PUBLISHER, READER
+from smb.config.cancellation import to_thread
 from smb.engine import memory_at
 from smb.errors import AlreadyExistsError, Error, InvalidArgumentError, NotFoundError
 from smb.pins import PIN_S_MAX, Pin
@@ -582,6 +583,23 @@ class Follower:
         if self._reader is not None:
             return self._reader.wait(wanted, timeout)
         return self._nearest.wait(wanted, timeout)
+
+    async def wait_async(self, *, timeout: float | None = None, generation: int | None = None) -> int:
+        """As wait(), awaited from asyncio: the event loop goes on meanwhile, and cancelling the task ends the wait.
+
+        Await load() and other calls by smb.to_thread.
+
+        ```python
+        import asyncio
+
+        async def newer():
+            await follower.wait_async(timeout=60)
+            return await smb.to_thread(follower.load, model)
+
+        asyncio.run(newer())  # 1: the generation that was read
+        ```
+        """
+        return await to_thread(self.wait, timeout=timeout, generation=generation)
 
     def load(self, model: torch.nn.Module, *, generation: int | None = None) -> int:
         """Read the latest generation, or `generation`, into a model on any device. Return its number.

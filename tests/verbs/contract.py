@@ -48,6 +48,7 @@ _TRAINING = "built on calls that run over verbs; minutes of PyTorch in the virtu
 
 LEFT_OUT = {
     "api/test_as_arrays.py": "is read() and write(), which tests/api/test_calls.py calls over verbs",
+    "api/test_awaited.py": "is about threads and requests that wait, which go over TCP with verbs, too",
     "api/test_docstring_examples.py": "each shows a call that other files run over verbs",
     "api/test_drain.py": _TWO_COPIES,
     "api/test_errors.py": "most of it is about arguments; what is about a transport is in test_reconnect.py",
@@ -224,6 +225,7 @@ LEFT_OUT = {
     "train/test_deltas.py": _TRAINING,
     "train/test_demo.py": _TRAINING,
     "train/test_elastic_schemes.py": _TRAINING,
+    "train/test_fastapi.py": _TRAINING,
     "train/test_first_hour.py": _TRAINING,
     "train/test_framework_groups.py": _TRAINING,
     "train/test_frameworks.py": _TRAINING,
