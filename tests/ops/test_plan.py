@@ -13,6 +13,7 @@ from typer.testing import CliRunner, Result
 import smb
 from smb.errors import Error
 from smb.tools.cli.main import app
+from smb.train.member_table import SLOTS
 
 ROOT = Path(__file__).parents[2]
 SPEC = ROOT / "examples/plan/model.toml"
@@ -41,6 +42,22 @@ def test_a_table(tmp_path: Path) -> None:
     late = ("--fragments", "4", "--delay", "5", "--step-wire", "int8")
     answer = plan(str(SPEC), *LINK, "--schemes", "diloco", "--every", "100", *late)
     assert "DiLoCo in 4 fragments, taken over 5 steps later; its step int8" in answer.output.splitlines()
+
+
+def test_rows_with_more_workers_than_a_training_takes_are_marked() -> None:
+    """Those that its table of members has slots for are not marked."""
+    assert SLOTS == 48
+    arguments = (str(SPEC), "--workers", "48,49", *LINK, "--schemes", "asp")
+    answer = plan(*arguments)
+    assert answer.exit_code == 0, answer.output
+    rows = [line.split()[:2] for line in answer.output.splitlines() if " asp " in line and "asp 1" not in line]
+    assert {row[0] for row in rows if row[1] == "asp"} == {"48", "49!"}, answer.output
+    assert "! a training refuses that many workers: it has at most 48 members at a time" in answer.output
+    found = json.loads(plan(*arguments, "--json").stdout)
+    assert {row["workers"]: row["over_limit"] for row in found["predictions"]} == {48: False, 49: True}
+    assert found["members_max"] == 48
+    assert f"a training has at most {SLOTS}" in " ".join(plan("--help").output.replace("│", " ").split())
+    assert "refuses" not in plan(str(SPEC), "--workers", "48", *LINK, "--schemes", "asp").output
 
 
 def test_json_can_be_planned_again(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 _WORKERS_MAX = 100_000
 _RTT = "0.2ms"  # between hosts in one room
+_OVER = "!"  # marks a row with more workers than a training takes
 _EACH = "workers"  # a value of --servers: one server beside each worker
 
 
@@ -31,7 +32,9 @@ def plan(
             "or .json file with the bytes and times of a model.",
         ),
     ],
-    workers: Annotated[str, typer.Option("--workers", metavar="N,...", help="Numbers of workers.")] = "1,4,16",
+    workers: Annotated[
+        str, typer.Option("--workers", metavar="N,...", help="Numbers of workers; a training has at most 48.")
+    ] = "1,4,16",
     link: Annotated[
         str | None,
         typer.Option(
@@ -96,7 +99,7 @@ def plan(
     --link, --rtt and --servers; without --link the path to the cluster at --coordinator is measured. docs/plan.md has
     the formulas and their errors.
 
-    Example: smb plan model.toml --workers 1,8,72,128 --link 10Gbit --rtt 0.2ms --servers 4
+    Example: smb plan model.toml --workers 1,8,48 --link 10Gbit --rtt 0.2ms --servers 4
     """
     with usage_errors():
         counts = _numbers(workers)
@@ -188,6 +191,8 @@ def _draw(question: Question, most: int, schemes: Sequence[str], path: Path) -> 
 def _to_json(question: Question, found: Sequence[Row], advised: Sequence[Advice]) -> dict[str, Any]:
     import dataclasses
 
+    from smb.train.member_table import SLOTS
+
     compute = question.spec.compute
     return {
         "spec": question.spec.to_json(),
@@ -195,6 +200,7 @@ def _to_json(question: Question, found: Sequence[Row], advised: Sequence[Advice]
         "compute": dataclasses.asdict(compute),
         "network": dataclasses.asdict(question.network),
         "servers": question.servers or _EACH,
+        "members_max": SLOTS,
         "wire": question.wire,
         "fragments": question.fragments,
         "delay": question.delay,
@@ -206,6 +212,7 @@ def _to_json(question: Question, found: Sequence[Row], advised: Sequence[Advice]
 
 def _show(question: Question, found: Sequence[Row], advised: Sequence[Advice]) -> None:
     from smb.config.parse import format_bytes
+    from smb.train.member_table import SLOTS
 
     out, spec, compute = console(), question.spec, question.spec.compute
     layers = f"{len(spec.layers)} layers, " if spec.by_layer else ""
@@ -233,6 +240,12 @@ def _show(question: Question, found: Sequence[Row], advised: Sequence[Advice]) -
     out.print(_predictions(found))
     out.print()
     out.print(_advice(advised))
+    if any(row.over_limit for row in found):
+        out.print(
+            f"\n{_OVER} a training refuses that many workers: it has at most {SLOTS} members at a time "
+            "(the ranks of one mesh= are one member)",
+            soft_wrap=True,
+        )
     if any(row.overlap != "none" for row in found):
         out.print("\n* an exchange behind the passes of a step: overlap= of smb.torch.join", soft_wrap=True)
     out.print("predicted by a model, see docs/plan.md; schemes differ in what a step is worth, too", soft_wrap=True)
@@ -245,7 +258,7 @@ def _predictions(found: Sequence[Row]) -> Table:
     rows = table("WORKERS", "SCHEME", "OVERLAP", *numbers[1:4], "EFFICIENCY", "BOUND BY", *numbers[5:], right=numbers)
     for row in found:
         rows.add_row(
-            str(row.workers),
+            f"{row.workers}{_OVER if row.over_limit else ''}",
             row.scheme,
             "none" if row.overlap == "none" else f"{row.overlap}*: {row.schedule}",
             str(row.every),

@@ -43,6 +43,7 @@ from smb.tools.plan.spec import Spec
 from smb.train import SCHEMES as ALL_SCHEMES
 from smb.train import DiLoCo, Scheme, scheme_of
 from smb.train.group import WIRE_BYTES
+from smb.train.member_table import SLOTS
 from smb.train.partition import OVERLAPS, Channel, pick, predict
 from smb.train.scheme import by_traits
 from smb.train.traits import EXACT, FUSED
@@ -127,10 +128,12 @@ class Row:
 
     speedup: samples a second, relative to one worker that exchanges nothing. efficiency: computing's fraction of the
     time. schedule: of the overlap. server_bytes: memory of all servers together. bytes_per_hour: over all workers'
-    links, both directions.
+    links, both directions. over_limit: a training refuses that many members (SLOTS), unless several workers are one
+    member (smb.torch.join(mesh=)), so the row shows what the network would give.
     """
 
     workers: int
+    over_limit: bool
     scheme: str
     overlap: str
     schedule: str
@@ -331,6 +334,7 @@ def _row(
     footprint = asked.footprint()
     return Row(
         workers=workers,
+        over_limit=workers > SLOTS,
         scheme=scheme,
         overlap=overlap,
         schedule=schedule,
