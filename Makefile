@@ -175,8 +175,8 @@ docs: $(VENV)/test-installed
 	@$(call step,NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --site-dir $(or $(SITE),build/site), the site. What is wrong stands above)
 	@echo "$(or $(SITE),build/site)/index.html"
 
-# A source archive and, built from it, a wheel that carries OpenSSL, for Linux as old as this one: into dist/. For another Python:
-# make wheel PYTHON=python3.12 VENV=build/3.12
+# A source archive and, built from it, a wheel that carries OpenSSL, for every Python from 3.10 on and Linux as old as this one: into
+# dist/.
 wheel: $(VENV)/test-installed libssl
 	@rm -rf build/wheel dist
 	@mkdir -p build
@@ -186,7 +186,7 @@ wheel: $(VENV)/test-installed libssl
 		auditwheel. What it said: build/wheel.log)
 	@mv build/wheel/*.tar.gz dist/ && ls dist
 
-# That it installs and works where there is no compiler; with ARGS=--chroot in a bare Debian, too (as root, 2 minutes).
+# That it installs and works where there is no compiler, on every Python of this machine; with ARGS=--chroot in a bare Debian, too (as root, 2 minutes).
 wheel-test: wheel
 	$(if $(findstring --chroot,$(ARGS)),@command -v mmdebstrap >/dev/null || { apt-get update -q && apt-get install -y -q mmdebstrap; })
 	@$(call step,$(BIN)/python -m tests.ops.deploy.wheel $(ARGS), the wheel in a fresh environment)
@@ -334,4 +334,4 @@ $(VENV)/perf-large-installed: $(VENV)/perf-installed perf/peers/requirements-lar
 	@touch $@
 
 clean:
-	rm -rf .venv build *.egg-info smb/_engine*.so smb/rpc/*_pb2* smb/coordinator/etcd/*_pb2*
+	rm -rf .venv build *.egg-info smb/_engine*.so smb/_direct*.so smb/rpc/*_pb2* smb/coordinator/etcd/*_pb2*

@@ -83,7 +83,9 @@ class BuildPythonCode(build_py):
 
 
 class BuildEngine(build_ext):
-    """build_ext for the engine (cffi's wrapper and the sources in one shared object) and for direct.c."""
+    """build_ext for the engine (cffi's wrapper and the sources in one shared object) and for direct.c. Both are compiled
+    against the limited API of Python 3.10, so the same files serve every newer Python.
+    """
 
     def build_extension(self, ext: Extension) -> None:
         """Write cffi's wrapper into the build folder, then compile it with the engine's sources."""
@@ -92,6 +94,7 @@ class BuildEngine(build_ext):
         extra = os.environ.get("SMB_ENGINE_FLAGS", "").split()
         ext.depends = [str(p.relative_to(ROOT)) for p in (ROOT / "csrc").rglob("*.[hi]*")]
         ext.include_dirs = ["csrc"]
+        ext.define_macros = [("Py_LIMITED_API", "0x030A0000")]
         hardening = self.hardening(extra)
         ext.extra_compile_args = [*COMPILE_ARGS, *hardening, *extra]
         ext.extra_link_args = [*LINK_ARGS, *extra]
@@ -101,6 +104,12 @@ class BuildEngine(build_ext):
             # CPython's macros for tables of members do not initialize the last fields.
             ext.extra_compile_args += ["-Wno-missing-field-initializers", "-Wno-cast-function-type"]
         super().build_extension(ext)
+
+    def copy_extensions_to_source(self) -> None:
+        """Copy the modules into the tree, and remove those of a build for one Python, which Python would prefer."""
+        for stale in (ROOT / "smb").glob("_*.cpython-*.so"):
+            stale.unlink()
+        super().copy_extensions_to_source()
 
     def hardening(self, extra: list[str]) -> list[str]:
         """Return the hardening flags that this compiler and this build support."""
@@ -129,7 +138,6 @@ class BuildEngine(build_ext):
         ffi.emit_c_code(str(wrapper))
         ext.libraries = ["ssl", "crypto"]
         ext.sources = [*sources(), str(wrapper)]
-        ext.define_macros = [("Py_LIMITED_API", "0x030A0000")]
         # cffi's own code has unused parameters and functions.
         ext.extra_compile_args += ["-Wno-unused-parameter", "-Wno-unused-function"]
 

@@ -28,6 +28,7 @@ from smb.engine import (
     NOWHERE,
     SOURCES_MAX,
     AskOpcode,
+    Direct,
     EngineError,
     Opcode,
     Request,
@@ -62,7 +63,7 @@ _PUBLISH_TTL_S = 10.0
 _PUBLISH_WAIT_MAX_S = 86400.0
 
 
-class Buffer(Indexed):
+class Buffer(Indexed, Direct):
     """A named array of `shape` and `dtype` in the memory of servers. Made by Client.create and Client.open.
 
     **Exactly once.** A call that returns was applied exactly once, even if connections broke and servers were killed
@@ -112,13 +113,13 @@ class Buffer(Indexed):
     ```
     """
 
-    __slots__ = ("__dict__", "__weakref__", "_target")  # `_target` is where direct methods look
+    __slots__ = ("__dict__", "__weakref__")
 
     def __init__(self, session: Session, info: BufferInfo) -> None:
         self._session = session
         self._dispatcher = dispatcher_of(session, info)
         self._arguments = self._dispatcher.arguments
-        self._target = self._dispatcher.target
+        self._target = self._dispatcher.target  # where direct methods look
         self._versions = Versions(self._dispatcher)
         self._table: TensorTable | None = None  # made at the first use
 

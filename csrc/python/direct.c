@@ -1,19 +1,22 @@
 /* direct.c: a buffer's calls from Python in one step, as a CPython extension (smb._direct). A small
  * call over shared memory takes the engine 50 ns; through Python code and cffi it took 1 to 2 us.
  *
- * `Method` stands in front of a Python method of a class whose objects hold a `DirectTarget` in
- * their slot `_target`. A usual call (a numpy array of the buffer's dtype, contiguous, on a buffer
- * whose segments are known) is handed to the engine from here. For every other call nothing is done
- * here, and the Python method is called. The Python method is the definition, and this file is the
- * short path to the same result. When the engine refuses a call, the target's `go_on` gets the call
- * and its outcome: it decides and raises as for Python's own calls.
+ * `Method` stands in front of a Python method of a subclass of `Direct`, whose objects hold a
+ * `DirectTarget` in `_target`. A usual call (a numpy array of the buffer's dtype, contiguous, on a
+ * buffer whose segments are known) is handed to the engine from here. For every other call nothing
+ * is done here, and the Python method is called. The Python method is the definition, and this file
+ * is the short path to the same result. When the engine refuses a call, the target's `go_on` gets
+ * the call and its outcome: it decides and raises as for Python's own calls.
  *
  * Threads. All fields are read and written with the GIL. A call that may wait or takes long
  * releases the GIL and keeps a reference to the handle, because another thread may disarm the
  * target meanwhile.
  *
  * The engine's functions are pointers taken from smb._engine: this module does not link against the
- * engine's library. */
+ * engine's library.
+ *
+ * One compiled module serves every Python from 3.10 on: the build asks for the limited API of 3.10,
+ * and the few declarations of later ones that this file needs are below. */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <structmember.h>
@@ -23,6 +26,38 @@
 #include "base/clock.h"
 #include "smb/client.h"
 
+/* ---- what became part of the limited API after 3.10 ------------------------------------------ */
+
+/* Headers hide these under the limited API of 3.10. Buffers are part of the stable ABI from 3.11 on,
+ * vectorcall from 3.12 on. The releases before that, which change no more, export the same functions
+ * with the same layouts. */
+typedef struct {
+    void *buf;
+    PyObject *obj;
+    Py_ssize_t len, itemsize;
+    int readonly, ndim;
+    char *format;
+    Py_ssize_t *shape, *strides, *suboffsets;
+    void *internal;
+} Py_buffer;
+
+enum {
+    BUFFER_WRITABLE = 0x1,
+    BUFFER_FORMAT = 0x4,
+    BUFFER_C_CONTIGUOUS = 0x20 | 0x10 | 0x8, /* with strides, which have dimensions */
+};
+
+#define TYPE_HAS_VECTORCALL (1UL << 11)
+/* set in a vectorcall's number of arguments if the callee may write to the place before the first */
+#define ARGUMENTS_OFFSET ((size_t)1 << (8 * sizeof(size_t) - 1))
+
+typedef PyObject *(*vectorcall)(PyObject *, PyObject *const *, size_t, PyObject *);
+
+PyAPI_FUNC(int) PyObject_GetBuffer(PyObject *, Py_buffer *, int);
+PyAPI_FUNC(void) PyBuffer_Release(Py_buffer *);
+PyAPI_FUNC(PyObject *) PyVectorcall_Call(PyObject *, PyObject *, PyObject *);
+PyAPI_FUNC(PyObject *) PyObject_VectorcallDict(PyObject *, PyObject *const *, size_t, PyObject *);
+
 /* up to this size a call that needs no waiting takes 2 us at most: as long as handing the GIL
  * over */
 enum { HOLD_GIL_BYTES = 64 << 10 };
@@ -31,8 +66,18 @@ typedef int (*transfer_function)(struct smb_buffer *, const struct smb_request *
                                  struct smb_outcome *);
 static transfer_function engine_transfer, engine_transfer_at_once;
 static PyTypeObject *array_type; /* numpy.ndarray */
+static PyTypeObject *switch_type, *target_type, *direct_type;
+static PyObject *bound_method; /* types.MethodType */
 static PyObject *name_offset, *name_count, *name_out, *name_scale;
 static unsigned long forks; /* how many forks lie between this process and the first */
+
+/* Replaces the object of a field, which may be NULL, by another one. */
+static void set_field(PyObject **field, PyObject *value)
+{
+    PyObject *before = *field;
+    *field = Py_NewRef(value);
+    Py_XDECREF(before);
+}
 
 /* ---- signals, while a call waits ------------------------------------------------------------- */
 
@@ -80,13 +125,18 @@ static PyMemberDef switch_members[] = {
     {NULL},
 };
 
-static PyTypeObject switch_type = {
-    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "smb._direct.Switch",
-    .tp_doc = "Turns all targets that were armed with it on and off.",
-    .tp_basicsize = sizeof(Switch),
-    .tp_flags = Py_TPFLAGS_DEFAULT,
-    .tp_new = PyType_GenericNew,
-    .tp_members = switch_members,
+static PyType_Slot switch_slots[] = {
+    {Py_tp_doc, "Turns all targets that were armed with it on and off."},
+    {Py_tp_new, PyType_GenericNew},
+    {Py_tp_members, switch_members},
+    {0, NULL},
+};
+
+static PyType_Spec switch_spec = {
+    .name = "smb._direct.Switch",
+    .basicsize = sizeof(Switch),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
+    .slots = switch_slots,
 };
 
 /* ---- the target of direct calls -------------------------------------------------------------- */
@@ -98,7 +148,8 @@ typedef struct {
     Switch *quiet; /* closed while the buffer has async calls, which have their turn first */
     struct smb_buffer *buffer;
     PyObject *shape; /* a tuple of integers */
-    uint64_t size;   /* elements */
+    Py_ssize_t dimensions;
+    uint64_t size; /* elements */
     uint32_t itemsize, timeout_ms;
     char format; /* code of the buffer protocol */
     unsigned long forks;
@@ -106,6 +157,7 @@ typedef struct {
 
 static int target_traverse(DirectTarget *self, visitproc visit, void *arg)
 {
+    Py_VISIT(Py_TYPE(self));
     Py_VISIT(self->go_on);
     Py_VISIT(self->handle);
     Py_VISIT(self->client);
@@ -132,9 +184,11 @@ static int target_clear(DirectTarget *self)
 
 static void target_dealloc(DirectTarget *self)
 {
+    PyTypeObject *type = Py_TYPE(self);
     PyObject_GC_UnTrack(self);
     target_clear(self);
-    Py_TYPE(self)->tp_free((PyObject *)self);
+    PyObject_GC_Del(self);
+    Py_DECREF(type);
 }
 
 static PyObject *target_arm(DirectTarget *self, PyObject *args)
@@ -143,9 +197,12 @@ static PyObject *target_arm(DirectTarget *self, PyObject *args)
     unsigned long long buffer, size;
     unsigned int itemsize, timeout_ms;
     int format;
-    if (!PyArg_ParseTuple(args, "OO!O!KO!KICI:arm", &handle, &switch_type, &client, &switch_type,
+    if (!PyArg_ParseTuple(args, "OO!O!KO!KICI:arm", &handle, switch_type, &client, switch_type,
                           &quiet, &buffer, &PyTuple_Type, &shape, &size, &itemsize, &format,
                           &timeout_ms))
+        return NULL;
+    Py_ssize_t dimensions = PyTuple_Size(shape);
+    if (dimensions < 0)
         return NULL;
     /* NOLINT: cffi gives the pointer as a number */
     self->buffer = (struct smb_buffer *)(uintptr_t)buffer;
@@ -154,14 +211,11 @@ static PyObject *target_arm(DirectTarget *self, PyObject *args)
     self->timeout_ms = timeout_ms;
     self->format = (char)format;
     self->forks = forks;
-    Py_INCREF(client);
-    Py_XSETREF(self->client, (Switch *)client);
-    Py_INCREF(quiet);
-    Py_XSETREF(self->quiet, (Switch *)quiet);
-    Py_INCREF(shape);
-    Py_XSETREF(self->shape, shape);
-    Py_INCREF(handle);
-    Py_XSETREF(self->handle, handle);
+    self->dimensions = dimensions;
+    set_field((PyObject **)&self->client, client);
+    set_field((PyObject **)&self->quiet, quiet);
+    set_field(&self->shape, shape);
+    set_field(&self->handle, handle);
     Py_RETURN_NONE;
 }
 
@@ -171,7 +225,7 @@ static PyObject *target_new(PyTypeObject *type, PyObject *args, PyObject *keywor
     PyObject *callable;
     if (!PyArg_ParseTupleAndKeywords(args, keywords, "O:DirectTarget", names, &callable))
         return NULL;
-    DirectTarget *self = (DirectTarget *)type->tp_alloc(type, 0);
+    DirectTarget *self = (DirectTarget *)PyType_GenericAlloc(type, 0);
     if (self)
         self->go_on = Py_NewRef(callable);
     return (PyObject *)self;
@@ -186,29 +240,81 @@ static PyMethodDef target_methods[] = {
     {NULL},
 };
 
-static PyTypeObject target_type = {
-    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "smb._direct.DirectTarget",
-    .tp_doc =
-        "DirectTarget(go_on): the engine's buffer to which the direct calls of one object go.\n"
-        "go_on(started, request, outcome) completes a call that failed. `started` is in seconds\n"
-        "of the monotonic clock; the others are addresses of the engine's structs.",
-    .tp_basicsize = sizeof(DirectTarget),
-    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
-    .tp_new = target_new,
-    .tp_dealloc = (destructor)target_dealloc,
-    .tp_traverse = (traverseproc)target_traverse,
-    .tp_clear = (inquiry)target_clear,
-    .tp_methods = target_methods,
+static PyType_Slot target_slots[] = {
+    {Py_tp_doc,
+     "DirectTarget(go_on): the engine's buffer to which the direct calls of one object go.\n"
+     "go_on(started, request, outcome) completes a call that failed. `started` is in seconds\n"
+     "of the monotonic clock; the others are addresses of the engine's structs."},
+    {Py_tp_new, target_new},
+    {Py_tp_dealloc, target_dealloc},
+    {Py_tp_traverse, target_traverse},
+    {Py_tp_clear, target_clear},
+    {Py_tp_methods, target_methods},
+    {0, NULL},
+};
+
+static PyType_Spec target_spec = {
+    .name = "smb._direct.DirectTarget",
+    .basicsize = sizeof(DirectTarget),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_IMMUTABLETYPE,
+    .slots = target_slots,
+};
+
+/* ---- the base of classes with direct methods ------------------------------------------------- */
+
+typedef struct {
+    PyObject_HEAD PyObject *target; /* NULL or any object: a DirectTarget is looked for */
+} Direct;
+
+static int direct_traverse(Direct *self, visitproc visit, void *arg)
+{
+    Py_VISIT(Py_TYPE(self));
+    Py_VISIT(self->target);
+    return 0;
+}
+
+static int direct_clear(Direct *self)
+{
+    Py_CLEAR(self->target);
+    return 0;
+}
+
+static void direct_dealloc(Direct *self)
+{
+    PyTypeObject *type = Py_TYPE(self);
+    PyObject_GC_UnTrack(self);
+    direct_clear(self);
+    PyObject_GC_Del(self);
+    Py_DECREF(type);
+}
+
+static PyMemberDef direct_members[] = {
+    {"_target", T_OBJECT_EX, offsetof(Direct, target), 0, "The DirectTarget of this object."},
+    {NULL},
+};
+
+static PyType_Slot direct_slots[] = {
+    {Py_tp_doc, "The base of classes with direct methods."},
+    {Py_tp_dealloc, direct_dealloc},
+    {Py_tp_traverse, direct_traverse},
+    {Py_tp_clear, direct_clear},
+    {Py_tp_members, direct_members},
+    {0, NULL},
+};
+
+static PyType_Spec direct_spec = {
+    .name = "smb._direct.Direct",
+    .basicsize = sizeof(Direct),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC |
+             Py_TPFLAGS_IMMUTABLETYPE,
+    .slots = direct_slots,
 };
 
 /* ---- the methods ----------------------------------------------------------------------------- */
 
 typedef struct {
     PyObject_HEAD PyObject *function; /* the Python method */
-    /* the class that has the method; NULL outside a class: then Python does every call */
-    PyTypeObject *owner;
-    Py_ssize_t slot_at; /* offset of the owner's slot `_target` */
-    vectorcallfunc call;
+    vectorcall call;
     int opcode;
 } Method;
 
@@ -240,10 +346,10 @@ static bool sort_arguments(int opcode, PyObject *const *args, Py_ssize_t positio
             return false;
         *orders[opcode][i] = args[i];
     }
-    Py_ssize_t named = names ? PyTuple_GET_SIZE(names) : 0;
+    Py_ssize_t named = names ? PyTuple_Size(names) : 0;
     for (Py_ssize_t i = 0; i < named; i++) {
         /* interned like ours; if it is not, the Python method takes the call */
-        PyObject *name = PyTuple_GET_ITEM(names, i);
+        PyObject *name = PyTuple_GetItem(names, i);
         PyObject **slot = name == name_offset && !is_atomic(opcode)        ? &given->offset
                           : name == name_count && opcode == SMB_READ       ? &given->count
                           : name == name_out && opcode == SMB_READ         ? &given->array
@@ -272,11 +378,11 @@ static bool fits_shape(const DirectTarget *target, const Py_buffer *view)
 {
     if (view->ndim < 2)
         return true;
-    if (PyTuple_GET_SIZE(target->shape) != view->ndim)
+    if (target->dimensions != view->ndim)
         return false;
     for (int i = 0; i < view->ndim; i++) {
         long long extent;
-        if (!integer_of(PyTuple_GET_ITEM(target->shape, i), &extent) || extent != view->shape[i])
+        if (!integer_of(PyTuple_GetItem(target->shape, i), &extent) || extent != view->shape[i])
             return false;
     }
     return true;
@@ -296,8 +402,8 @@ static bool array_of(const DirectTarget *target, const struct given *given, bool
     if (offset < 0 || (uint64_t)offset > target->size)
         return false;
     if (PyObject_GetBuffer(given->array, view,
-                           PyBUF_C_CONTIGUOUS | PyBUF_FORMAT | (writable ? PyBUF_WRITABLE : 0)) !=
-        0) {
+                           BUFFER_C_CONTIGUOUS | BUFFER_FORMAT |
+                               (writable ? BUFFER_WRITABLE : 0)) != 0) {
         PyErr_Clear();
         return false;
     }
@@ -309,8 +415,7 @@ static bool array_of(const DirectTarget *target, const struct given *given, bool
      * buffer. */
     if (usual && writable)
         usual = elements == (given->count ? (uint64_t)count : target->size - (uint64_t)offset) &&
-                (elements < target->size || PyTuple_GET_SIZE(target->shape) < 2 ||
-                 fits_shape(target, view));
+                (elements < target->size || target->dimensions < 2 || fits_shape(target, view));
     else if (usual)
         usual = (given->offset || elements == target->size) && fits_shape(target, view);
     if (!usual) {
@@ -349,7 +454,7 @@ static PyObject *call_of(int opcode, DirectTarget *target, PyObject *const *args
             if (given.scale && (integers || !PyFloat_CheckExact(given.scale)))
                 return NULL;
             request.op = SMB_SUM;
-            request.scale = given.scale ? PyFloat_AS_DOUBLE(given.scale) : 1.0;
+            request.scale = given.scale ? PyFloat_AsDouble(given.scale) : 1.0;
         }
         if (!array_of(target, &given, opcode == SMB_READ, &request, &view))
             return NULL;
@@ -385,7 +490,7 @@ static PyObject *call_of(int opcode, DirectTarget *target, PyObject *const *args
     else
         result = Py_NewRef(Py_None);
     if (result && !is_atomic(opcode)) /* a number from `go_on`, as from the Python method */
-        Py_SETREF(result, Py_NewRef(opcode == SMB_READ ? given.array : Py_None));
+        set_field(&result, opcode == SMB_READ ? given.array : Py_None);
     Py_DECREF(handle);
     Py_DECREF(target);
     if (view.obj)
@@ -393,22 +498,41 @@ static PyObject *call_of(int opcode, DirectTarget *target, PyObject *const *args
     return result;
 }
 
+/* The same call of the Python method. (PyObject_Vectorcall is no function in 3.10.) */
+static PyObject *call_python(PyObject *function, PyObject *const *args, size_t flags,
+                             PyObject *names)
+{
+    Py_ssize_t named = names ? PyTuple_Size(names) : 0;
+    PyObject *keywords = named ? PyDict_New() : NULL;
+    if (named && !keywords)
+        return NULL;
+    PyObject *result = NULL;
+    for (Py_ssize_t i = 0; i < named; i++)
+        if (PyDict_SetItem(keywords, PyTuple_GetItem(names, i),
+                           args[(Py_ssize_t)(flags & ~ARGUMENTS_OFFSET) + i]) != 0)
+            goto done;
+    result = PyObject_VectorcallDict(function, args, flags, keywords);
+done:
+    Py_XDECREF(keywords);
+    return result;
+}
+
 static PyObject *method_vectorcall(PyObject *callable, PyObject *const *args, size_t flags,
                                    PyObject *names)
 {
     Method *method = (Method *)callable;
-    Py_ssize_t count = PyVectorcall_NARGS(flags);
+    Py_ssize_t count = (Py_ssize_t)(flags & ~ARGUMENTS_OFFSET);
     PyObject *target = NULL;
-    if (count > 0 && method->owner && PyObject_TypeCheck(args[0], method->owner))
-        target = *(PyObject **)((char *)args[0] + method->slot_at);
-    if (target && Py_TYPE(target) == &target_type) {
+    if (count > 0 && PyObject_TypeCheck(args[0], direct_type))
+        target = ((Direct *)args[0])->target;
+    if (target && Py_IS_TYPE(target, target_type)) {
         bool taken;
         PyObject *result = call_of(method->opcode, (DirectTarget *)target, args + 1, count - 1,
                                    names, &taken);
         if (taken)
             return result;
     }
-    return PyObject_Vectorcall(method->function, args, flags, names);
+    return call_python(method->function, args, flags, names);
 }
 
 static PyObject *method_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
@@ -420,7 +544,7 @@ static PyObject *method_new(PyTypeObject *type, PyObject *args, PyObject *keywor
         return NULL;
     if (opcode != SMB_READ && opcode != SMB_WRITE && opcode != SMB_ACCUMULATE && !is_atomic(opcode))
         return PyErr_Format(PyExc_ValueError, "Method: opcode %d has no direct call", opcode);
-    Method *self = (Method *)type->tp_alloc(type, 0);
+    Method *self = (Method *)PyType_GenericAlloc(type, 0);
     if (!self)
         return NULL;
     self->function = Py_NewRef(function);
@@ -431,60 +555,32 @@ static PyObject *method_new(PyTypeObject *type, PyObject *args, PyObject *keywor
 
 static int method_traverse(Method *self, visitproc visit, void *arg)
 {
+    Py_VISIT(Py_TYPE(self));
     Py_VISIT(self->function);
-    Py_VISIT(self->owner);
     return 0;
 }
 
 static int method_clear(Method *self)
 {
     Py_CLEAR(self->function);
-    Py_CLEAR(self->owner);
     return 0;
 }
 
 static void method_dealloc(Method *self)
 {
+    PyTypeObject *type = Py_TYPE(self);
     PyObject_GC_UnTrack(self);
     method_clear(self);
-    Py_TYPE(self)->tp_free((PyObject *)self);
+    PyObject_GC_Del(self);
+    Py_DECREF(type);
 }
 
 static PyObject *method_get(PyObject *self, PyObject *object, PyObject *Py_UNUSED(type))
 {
-    return object ? PyMethod_New(self, object) : Py_NewRef(self);
+    if (!object)
+        return Py_NewRef(self);
+    return PyObject_CallFunctionObjArgs(bound_method, self, object, NULL);
 }
-
-/* Python calls this when the class is made. A slot lies at the same offset in every object of the
- * class and its subclasses, so a call finds its target by one load. */
-static PyObject *method_set_name(Method *self, PyObject *args)
-{
-    PyObject *owner, *name;
-    if (!PyArg_ParseTuple(args, "O!O:__set_name__", &PyType_Type, &owner, &name))
-        return NULL;
-    PyObject *slot = PyObject_GetAttrString(owner, "_target");
-    if (!slot)
-        return NULL;
-    const PyMemberDef *member = Py_IS_TYPE(slot, &PyMemberDescr_Type)
-                                    ? ((PyMemberDescrObject *)slot)->d_member
-                                    : NULL;
-    bool usable = member && member->type == T_OBJECT_EX;
-    if (usable) {
-        self->slot_at = member->offset;
-        Py_INCREF(owner);
-        Py_XSETREF(self->owner, (PyTypeObject *)owner);
-    }
-    Py_DECREF(slot);
-    if (!usable)
-        return PyErr_Format(PyExc_TypeError, "%S of %R: direct methods need a slot \"_target\"",
-                            name, owner);
-    Py_RETURN_NONE;
-}
-
-static PyMethodDef method_methods[] = {
-    {"__set_name__", (PyCFunction)method_set_name, METH_VARARGS, NULL},
-    {NULL},
-};
 
 /* Name, documentation and signature are those of the Python method. */
 static PyObject *method_getattro(PyObject *self, PyObject *name)
@@ -508,25 +604,24 @@ static PyGetSetDef method_attributes[] = {
 
 static PyMemberDef method_members[] = {
     {"__wrapped__", T_OBJECT_EX, offsetof(Method, function), READONLY, NULL},
+    {"__vectorcalloffset__", T_PYSSIZET, offsetof(Method, call), READONLY, NULL},
     {NULL},
 };
 
-static PyTypeObject method_type = {
-    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "smb._direct.Method",
-    .tp_basicsize = sizeof(Method),
-    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL |
-                Py_TPFLAGS_METHOD_DESCRIPTOR,
-    .tp_new = method_new,
-    .tp_dealloc = (destructor)method_dealloc,
-    .tp_traverse = (traverseproc)method_traverse,
-    .tp_clear = (inquiry)method_clear,
-    .tp_call = PyVectorcall_Call,
-    .tp_vectorcall_offset = offsetof(Method, call),
-    .tp_descr_get = method_get,
-    .tp_getattro = method_getattro,
-    .tp_methods = method_methods,
-    .tp_getset = method_attributes,
-    .tp_members = method_members,
+static PyType_Slot method_slots[] = {
+    {Py_tp_new, method_new},           {Py_tp_dealloc, method_dealloc},
+    {Py_tp_traverse, method_traverse}, {Py_tp_clear, method_clear},
+    {Py_tp_call, PyVectorcall_Call},   {Py_tp_descr_get, method_get},
+    {Py_tp_getattro, method_getattro}, {Py_tp_getset, method_attributes},
+    {Py_tp_members, method_members},   {0, NULL},
+};
+
+static PyType_Spec method_spec = {
+    .name = "smb._direct.Method",
+    .basicsize = sizeof(Method),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_IMMUTABLETYPE |
+             TYPE_HAS_VECTORCALL | Py_TPFLAGS_METHOD_DESCRIPTOR,
+    .slots = method_slots,
 };
 
 /* ---- the module ------------------------------------------------------------------------------ */
@@ -539,8 +634,7 @@ static PyObject *set_up(PyObject *Py_UNUSED(module), PyObject *args)
         return NULL;
     engine_transfer = (transfer_function)(uintptr_t)transfer;
     engine_transfer_at_once = (transfer_function)(uintptr_t)at_once;
-    Py_INCREF(array);
-    Py_XSETREF(array_type, (PyTypeObject *)array);
+    set_field((PyObject **)&array_type, array);
     Py_RETURN_NONE;
 }
 
@@ -585,21 +679,32 @@ static struct PyModuleDef module = {
     .m_methods = functions,
 };
 
+/* Makes a type and puts it into the module. Returns a reference that stays, or NULL. */
+static PyTypeObject *add_type(PyObject *made, PyType_Spec *spec)
+{
+    PyObject *type = PyType_FromSpec(spec);
+    if (type && PyModule_AddObjectRef(made, strrchr(spec->name, '.') + 1, type) != 0)
+        Py_CLEAR(type);
+    return (PyTypeObject *)type;
+}
+
 PyMODINIT_FUNC PyInit__direct(void)
 {
-    PyTypeObject *types[] = {&switch_type, &target_type, &method_type};
-    const char *names[] = {"Switch", "DirectTarget", "Method"};
     name_offset = PyUnicode_InternFromString("offset");
     name_count = PyUnicode_InternFromString("count");
     name_out = PyUnicode_InternFromString("out");
     name_scale = PyUnicode_InternFromString("scale");
-    if (!name_offset || !name_count || !name_out || !name_scale)
+    PyObject *types = PyImport_ImportModule("types");
+    bound_method = types ? PyObject_GetAttrString(types, "MethodType") : NULL;
+    Py_XDECREF(types);
+    if (!name_offset || !name_count || !name_out || !name_scale || !bound_method)
         return NULL;
     PyObject *made = PyModule_Create(&module);
-    for (size_t i = 0; made && i < sizeof types / sizeof types[0]; i++) {
-        if (PyType_Ready(types[i]) != 0 ||
-            PyModule_AddObjectRef(made, names[i], (PyObject *)types[i]) != 0)
-            Py_CLEAR(made);
-    }
+    if (!made)
+        return NULL;
+    if (!(switch_type = add_type(made, &switch_spec)) ||
+        !(target_type = add_type(made, &target_spec)) ||
+        !(direct_type = add_type(made, &direct_spec)) || !add_type(made, &method_spec))
+        Py_CLEAR(made);
     return made;
 }

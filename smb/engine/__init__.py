@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 try:
-    from smb._direct import DirectTarget, Switch, take_interrupt
+    from smb._direct import Direct, DirectTarget, Switch, take_interrupt
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
         f"{error}: the compiled engine is not in {Path(__file__).parents[1]}. If this is a checkout of the project, "
@@ -104,6 +104,7 @@ __all__ = [
     "BufferHandle",
     "ClientCounters",
     "DamagedListsError",
+    "Direct",
     "DirectTarget",
     "EngineClient",
     "EngineError",

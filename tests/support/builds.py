@@ -37,7 +37,7 @@ COMPILE = """
 import sys
 from setuptools import Distribution, Extension
 from csrc.build_engine import BuildEngine
-direct = Extension("smb._direct", ["csrc/python/direct.c"])
+direct = Extension("smb._direct", ["csrc/python/direct.c"], py_limited_api=True)
 distribution = Distribution({"ext_modules": [Extension("smb._engine", [], py_limited_api=True), direct]})
 command = BuildEngine(distribution)
 command.build_lib, command.build_temp = sys.argv[1:]

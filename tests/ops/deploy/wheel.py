@@ -1,4 +1,5 @@
-"""The wheel of `make wheel` as a user installs it: a fresh environment, no compiler, none of the system's OpenSSL.
+"""The wheel of `make wheel` as a user installs it: a fresh environment of every Python that this machine has, no
+compiler, none of the system's OpenSSL.
 
     python -m tests.ops.deploy.wheel [--chroot] [FOLDER]
 
@@ -15,6 +16,8 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+
+from tests.matrix import find_pythons
 
 ROOT = Path(__file__).resolve().parents[3]
 CONSTRAINTS = ROOT / "tests" / "constraints.txt"
@@ -60,10 +63,10 @@ def without_compiler(work: Path) -> dict[str, str]:
     return kept | {"PATH": f"{tools}:{os.environ['PATH']}", "CC": str(tools / "cc")}
 
 
-def try_wheel(wheel: Path, work: Path) -> str:
+def try_wheel(wheel: Path, work: Path, python: str, environment: dict[str, str]) -> str:
     """Install it into a fresh environment, and use it there, outside of the sources. Returns what it printed."""
-    environment, venv = without_compiler(work), work / "venv"
-    subprocess.run([sys.executable, "-m", "venv", venv], check=True, env=environment)
+    venv = work / "venv"
+    subprocess.run([python, "-m", "venv", "--clear", venv], check=True, env=environment)
     pip = [venv / "bin" / "python", "-m", "pip", "--disable-pip-version-check", "--quiet", "install"]
     versions = ["--only-binary", ":all:", "--constraint", CONSTRAINTS]
     subprocess.run([*pip, *versions, wheel], check=True, env=environment, cwd=work)
@@ -98,7 +101,7 @@ def try_in_chroot(wheel: Path, work: Path) -> None:
 
 
 def main() -> None:
-    """Try it in an environment, and with --chroot in a bare system."""
+    """Try it in an environment of each Python, and with --chroot in a bare system."""
     parser = argparse.ArgumentParser(prog="python -m tests.ops.deploy.wheel", description=__doc__.splitlines()[0])
     parser.add_argument("folder", nargs="?", type=Path, default=ROOT / "dist", metavar="FOLDER")
     parser.add_argument("--chroot", action="store_true", help="in a bare Debian, too")
@@ -108,7 +111,10 @@ def main() -> None:
     work.chmod(0o755)
     try:
         print(wheel.name)
-        print(try_wheel(wheel, work), end="", flush=True)
+        environment = without_compiler(work)
+        for python in find_pythons():
+            if not python.free_threaded:
+                print(try_wheel(wheel, work, python.path, environment), end="", flush=True)
         if options.chroot:
             try_in_chroot(wheel, work)
     finally:
