@@ -56,7 +56,6 @@ typedef PyObject *(*vectorcall)(PyObject *, PyObject *const *, size_t, PyObject 
 PyAPI_FUNC(int) PyObject_GetBuffer(PyObject *, Py_buffer *, int);
 PyAPI_FUNC(void) PyBuffer_Release(Py_buffer *);
 PyAPI_FUNC(PyObject *) PyVectorcall_Call(PyObject *, PyObject *, PyObject *);
-PyAPI_FUNC(PyObject *) PyObject_VectorcallDict(PyObject *, PyObject *const *, size_t, PyObject *);
 
 /* up to this size a call that needs no waiting takes 2 us at most: as long as handing the GIL
  * over */
@@ -498,21 +497,22 @@ static PyObject *call_of(int opcode, DirectTarget *target, PyObject *const *args
     return result;
 }
 
-/* The same call of the Python method. (PyObject_Vectorcall is no function in 3.10.) */
-static PyObject *call_python(PyObject *function, PyObject *const *args, size_t flags,
+/* The same call of the Python method, by what every Python's stable ABI has. */
+static PyObject *call_python(PyObject *function, PyObject *const *args, Py_ssize_t positional,
                              PyObject *names)
 {
     Py_ssize_t named = names ? PyTuple_Size(names) : 0;
-    PyObject *keywords = named ? PyDict_New() : NULL;
-    if (named && !keywords)
-        return NULL;
-    PyObject *result = NULL;
+    PyObject *result = NULL, *keywords = NULL, *tuple = PyTuple_New(positional);
+    if (!tuple || (named && !(keywords = PyDict_New())))
+        goto done;
+    for (Py_ssize_t i = 0; i < positional; i++)
+        PyTuple_SetItem(tuple, i, Py_NewRef(args[i]));
     for (Py_ssize_t i = 0; i < named; i++)
-        if (PyDict_SetItem(keywords, PyTuple_GetItem(names, i),
-                           args[(Py_ssize_t)(flags & ~ARGUMENTS_OFFSET) + i]) != 0)
+        if (PyDict_SetItem(keywords, PyTuple_GetItem(names, i), args[positional + i]) != 0)
             goto done;
-    result = PyObject_VectorcallDict(function, args, flags, keywords);
+    result = PyObject_Call(function, tuple, keywords);
 done:
+    Py_XDECREF(tuple);
     Py_XDECREF(keywords);
     return result;
 }
@@ -532,7 +532,7 @@ static PyObject *method_vectorcall(PyObject *callable, PyObject *const *args, si
         if (taken)
             return result;
     }
-    return call_python(method->function, args, flags, names);
+    return call_python(method->function, args, count, names);
 }
 
 static PyObject *method_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
