@@ -38,7 +38,7 @@ endif
 endif
 endif
 
-.PHONY: simulate simulate-short demo test pytest collected packages lint types style format-c lock nightly soak nftables matrix c-test fuzz-short verbs fault long fuzz model sanitized promises spin chromium tmux prometheus etcd etcd-server fuse3 ray ray-tests vllm vllm-tests stacks stacks-tests metrics-page protocol-page perf scaling libssl systemd docs wheel wheel-test upgrade day container-test bare install clean
+.PHONY: simulate simulate-short demo test pytest collected packages lint types style format-c lock nightly soak nftables matrix c-test fuzz-short verbs fault long fuzz model sanitized promises spin chromium tmux prometheus etcd etcd-server fuse3 ray ray-tests vllm vllm-tests stacks stacks-tests metrics-page protocol-page perf scaling libssl systemd docs wheel wheel-test release upgrade day container-test bare install clean
 
 demo: $(VENV)/demo-installed
 	$(BIN)/smb demo $(DEMO)
@@ -119,7 +119,8 @@ matrix: $(VENV)/test-installed
 lock: $(VENV)/test-installed
 	sed -n 's/^requires = \[\(.*\)\]/\1/p' pyproject.toml | sed 's/", "/\n/g; s/"//g' | \
 		$(BIN)/uv pip compile --quiet --system-certs --universal --python-version 3.10 --upgrade --no-annotate --all-extras \
-		--custom-compile-command "make lock" --output-file tests/constraints.txt pyproject.toml tests/requirements.txt perf/requirements.txt -
+		--custom-compile-command "make lock" --output-file tests/constraints.txt pyproject.toml tests/requirements.txt tests/ops/deploy/release-requirements.txt \
+		perf/requirements.txt -
 
 # The engine by itself, with -Werror: plain, under address and undefined-behaviour checks, under thread checks. With ARCH=aarch64
 # built for that and run under qemu, about 5 minutes; VM=1: all of it in a virtual machine too, where what qemu lacks is there.
@@ -191,7 +192,12 @@ wheel-test: wheel
 	$(if $(findstring --chroot,$(ARGS)),@command -v mmdebstrap >/dev/null || { apt-get update -q && apt-get install -y -q mmdebstrap; })
 	@$(call step,$(BIN)/python -m tests.ops.deploy.wheel $(ARGS), the wheel in a fresh environment)
 
-# A rolling upgrade from the last tag (FROM=: another commit) to this tree and back, under clients of both: all sums must be exact.
+# A release of HEAD into dist/: source archive, wheels for x86-64 and aarch64, SBOM, checksums, note. As root (or sudo) where the
+# cross compiler is missing. ARGS=--untagged: a trial of a HEAD that is not ready for it. Nothing is uploaded.
+release: $(VENV)/test-installed libssl
+	@$(call step,$(BIN)/python -m tests.ops.deploy.release $(ARGS), the release. Again: $(BIN)/python -m tests.ops.deploy.release $(ARGS))
+
+# A rolling upgrade from the commit that README names (FROM=: another one) to this tree and back, under clients of both: all sums must be exact.
 upgrade: $(VENV)/installed
 	@$(call step,$(BIN)/python -m tests.ops.deploy.upgrade $(FROM), the upgrade. Again: $(BIN)/python -m tests.ops.deploy.upgrade $(FROM))
 

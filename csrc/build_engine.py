@@ -83,8 +83,8 @@ class BuildPythonCode(build_py):
 
 
 class BuildEngine(build_ext):
-    """build_ext for the engine (cffi's wrapper and the sources in one shared object) and for direct.c. Both are compiled
-    against the limited API of Python 3.10, so the same files serve every newer Python.
+    """build_ext for the engine (cffi's wrapper and the sources in one shared object) and for direct.c. Both use
+    the limited API of Python 3.10, so the same files serve every newer Python.
     """
 
     def build_extension(self, ext: Extension) -> None:

@@ -33,7 +33,8 @@ def _set_up() -> None:
 
 
 def direct(opcode: Opcode) -> Callable[[Function], Function]:
-    """Put the direct path (csrc/python/direct.c) before a method of a subclass of Direct, whose `_target` is its DirectTarget.
+    """Put the direct path (csrc/python/direct.c) before a method of a subclass of Direct, whose `_target`
+    is a DirectTarget.
 
     READ: (offset, count, *, out); WRITE: (array, offset); ACCUMULATE: (array, offset, *, scale); FETCH_ADD: (index,
     value); COMPARE_SWAP: (index, expected, new). For other arguments, or unusual values of these, the method itself is

@@ -1,6 +1,6 @@
 """A rolling upgrade from an earlier version to this tree, and the way back, while clients of both versions go on.
 
-    python -m tests.ops.deploy.upgrade [COMMIT]         or make upgrade FROM=COMMIT; default: the last tag
+    python -m tests.ops.deploy.upgrade [COMMIT]         or make upgrade FROM=COMMIT; default: README's
 
 The coordinator first, then the memory servers one by one, as docs/run.md says. Clients of both versions add to
 buffers over TCP and shared memory, and train one model together, from before the first change until after the last.
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -180,12 +181,20 @@ def roll(first: Version, last: Version) -> None:
                 raise SystemExit(f"{version.name} reads {seen}; added were {done}")
 
 
+def named_in(readme: str) -> str:
+    """Return the commit or tag from which README says that an upgrade is tested."""
+    match = re.search(r"rolling upgrade from (?:commit )?([\w.-]*\w)", readme)
+    if not match:
+        raise SystemExit("README.md has no sentence about a rolling upgrade from a commit: name one")
+    return match[1]
+
+
 def main() -> int:
-    asked = sys.argv[1:] or ["describe", "--tags", "--abbrev=0"]
-    command = ["git", "rev-parse", "--short", *asked] if sys.argv[1:] else ["git", *asked]
+    asked = sys.argv[1] if sys.argv[1:] else named_in((ROOT / "README.md").read_text())
+    command = ["git", "rev-parse", "--verify", "--short", f"{asked}^{{commit}}"]
     found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if found.returncode != 0:
-        raise SystemExit(f"there is no earlier version: name a commit ({found.stderr.strip()})")
+        raise SystemExit(f"{asked} is no commit of this clone: name one ({found.stderr.strip()})")
     before, now = earlier(found.stdout.strip()), Version("now", ROOT, Path(sys.executable))
     for first, last in ((before, now), (now, before)):
         print(f"from {first.name} to {last.name}", flush=True)
