@@ -43,11 +43,11 @@ class Restarted:
 @dataclass(frozen=True, slots=True)
 class Ticked:
     """Time has passed, and leases may have run out. At most `ends_max` sessions end, and at most as many servers are
-    forgotten. No copy is given up if the server of the other copy is in `silent`, since that may be dead as well.
+    forgotten. A copy is given up only if the server of the other copy is in `seen`: others may be dead as well.
     """
 
     ends_max: int | None = None
-    silent: frozenset[str] = frozenset()
+    seen: frozenset[str] | None = None  # servers that answered just now; None: all did
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +115,7 @@ class ServerReturned:
     missing: frozenset[int]
     changes_max: int | None = None
     held: Mapping[int, Held] = field(default_factory=dict)
+    seen: frozenset[str] | None = None  # servers of other copies that answered just now; None: all did
 
 
 @dataclass(frozen=True, slots=True)

@@ -147,7 +147,7 @@ class Leading:
         leaving.callback(commit_log.stop_waiting)
         idle_names = IdleNames(commit_log, servers, segments.drop, options.idle_s)
 
-        ticks = _tick(commit_log, endings, around.health, roles.silent_survivors)
+        ticks = _tick(commit_log, endings, around.health, roles.seen_survivors)
         judging = _judge(commit_log, roles, copy_maker, segments)
         balancer = Balancer(commit_log, copy_maker, traffic, outside.in_thread, options.balance_after_s)
         for beginning in (_run(commit_log), ticks, judging, idle_names.run(), copy_maker.run(), balancer.run()):
@@ -171,7 +171,7 @@ async def _tick(
     commit_log: CommitLog,
     endings: SessionEndNotifier,
     health: Health,
-    silent: Callable[[], Awaitable[frozenset[str]]],
+    seen: Callable[[], Awaitable[frozenset[str]]],
 ) -> None:
     # One change has two records for each session (an old one may be forgotten), one for each server, and one for each
     # buffer that lost a copy.
@@ -180,7 +180,7 @@ async def _tick(
     while True:
         more = False
         try:
-            committed = await commit_log.commit(Ticked(most, await silent()))
+            committed = await commit_log.commit(Ticked(most, await seen()))
             endings.tell(committed)
             more = most is not None and any(isinstance(effect, TellEnded | SaveBuffer) for effect in committed.effects)
             if committed.state.former_lease_s > committed.state.server_leases.duration_s:

@@ -13,6 +13,7 @@ from smb.coordinator.events import (
     BackupsLost,
     CopiesEnded,
     EndQuarantine,
+    Instant,
     SaveBuffer,
     ServerDied,
     ServerReturned,
@@ -30,6 +31,7 @@ from smb.rpc import control_pb2 as pb
 _log = logging.getLogger("coordinator")
 # After two live servers have not reached each other for this long, the primary goes on alone.
 _BROKEN_MAX_MS = 3000
+LOOK_COUNTS_S = 4.0  # how long the coordinator acts on what it saw of other servers; a look takes up to 1.5 s
 
 
 class RoleChanges:
@@ -55,8 +57,8 @@ class RoleChanges:
         dead = {peer.name for peer, is_dead in zip(known, found, strict=True) if is_dead}
         if dead:
             most = self._commit_log.changes_max
-            silent = await self.silent_survivors()
-            await self.commit_all(Ticked(None if most is None else most // 4, silent))
+            seen = await self.seen_survivors()
+            await self.commit_all(Ticked(None if most is None else most // 4, seen))
         apart = {
             copy.peer
             for copy in copies
@@ -102,27 +104,37 @@ class RoleChanges:
         renewed = renewed and server.name not in state.overdue  # whose lease was prolonged without a renewal
         return RunLiveness.ALIVE if renewed else RunLiveness.MUTE
 
-    async def silent_survivors(self) -> frozenset[str]:
-        """Look at the servers that are to go on alone because the other copies' servers are gone. Return those that do
-        not answer, so that nobody can tell whether they live. These wait for the end of their lease or for a renewal.
+    async def seen_survivors(self) -> frozenset[str]:
+        """Look at the servers that are to go on alone because the other copies' servers are gone. Return those that
+        answer. Nobody can tell whether the others live: they wait for the end of their lease or for a renewal.
         """
         state, now = self._commit_log.state, self._commit_log.now()
         names = sorted(survivors(state, now))
         runs = await asyncio.gather(*(self.look(state.servers[name]) for name in names))
-        return frozenset(name for name, run in zip(names, runs, strict=True) if run is RunLiveness.MUTE)
+        if self.counts_no_more(now):
+            return frozenset()
+        return frozenset(name for name, run in zip(names, runs, strict=True) if run is not RunLiveness.MUTE)
+
+    def counts_no_more(self, looked_at: Instant) -> bool:
+        """Whether what was seen at that moment is too old: this process stood still meanwhile."""
+        return self._commit_log.now().monotonic - looked_at.monotonic > LOOK_COUNTS_S
 
     async def look_at_holders(self, segment_ids: Collection[int]) -> frozenset[str]:
         """Look at the servers of these segments' copies in the records, before others are told to drop theirs. Return
-        the servers that do not answer.
+        the servers that do not answer. A lease that has run out may run anew, so its server counts as one of them.
         """
         state, now = self._commit_log.state, self._commit_log.now()
         where = state.where() if segment_ids else {}
         named = {
             name for each in segment_ids if each in where for name in (where[each][1].server, where[each][1].backup)
         }
+        named.discard("")
         alive = [state.servers[name] for name in sorted(named) if name in state.servers and state.alive(name, now)]
         runs = await asyncio.gather(*map(self.look, alive))
-        return frozenset(server.name for server, run in zip(alive, runs, strict=True) if run is RunLiveness.MUTE)
+        if self.counts_no_more(now):
+            return frozenset(named)
+        seen = {server.name for server, run in zip(alive, runs, strict=True) if run is not RunLiveness.MUTE}
+        return frozenset(named - seen)
 
     async def mark_contested(self) -> None:
         """If some server has a newer copy of a segment than the records know, have all its holders mark it as

@@ -258,10 +258,18 @@ class CoordinatorService(CoordinatorServicer):
 
     async def _registered(self, request: pb.RegisterServerRequest, event: ServerRegistered) -> pb.RegisterServerReply:
         await self._end_rival(event)
-        event = replace(event, silent=await self._look_at_others(event))
+        looked_at = self._commit_log.now()
+        seen = await self._look_at_others(event)
+        event = replace(event, silent=await self._silent_holders(event))
         for left in reversed(range(_ASKS_MAX)):
             try:
-                committed = await self._judged(await self._asked_back(event))
+                asked = await self._asked_back(event)
+                if self._roles.counts_no_more(looked_at):
+                    raise UnavailableError(
+                        f'looking at servers took too long while memory server "{request.name}" registered; '
+                        f"it must register again"
+                    )
+                committed = await self._judged(asked, seen)
                 break
             except NotAskedError:  # buffers are being made on it: the answer was too old
                 if left == 0:
@@ -286,9 +294,10 @@ class CoordinatorService(CoordinatorServicer):
             servers_port=self._ports.servers,
         )
 
-    async def _judged(self, event: ServerRegistered) -> Committed:
+    async def _judged(self, event: ServerRegistered, seen: frozenset[str]) -> Committed:
         name, most = event.server.name, self._commit_log.changes_max
-        await self._roles.commit_all(ServerReturned(name, event.server.instance_id, event.missing, most, event.held))
+        returned = ServerReturned(name, event.server.instance_id, event.missing, most, event.held, seen)
+        await self._roles.commit_all(returned)
         return await self._commit_log.commit(replace(event, making=frozenset(self._copy_maker.making(name))))
 
     async def _end_rival(self, event: ServerRegistered) -> None:
@@ -348,21 +357,28 @@ class CoordinatorService(CoordinatorServicer):
     async def _look_at_others(self, event: ServerRegistered) -> frozenset[str]:
         """Look now at the servers whose state decides what happens to this server's copies. A lease is seconds old.
 
-        Returns the servers that do not answer. If a primary was restarted, a live backup takes over; raises
-        UnavailableError while it is unknown whether the backup lives.
+        Returns those that answer. If a primary was restarted, a live backup takes over; raises UnavailableError while
+        it is unknown whether the backup lives.
         """
         state, now, name = self._commit_log.state, self._commit_log.now(), event.server.name
         known = state.servers.get(name)
-        if known is not None and known.instance_id != event.server.instance_id:
-            peers = [peer for peer in deciding_peers(state, name, event.held) if state.alive(peer, now)]
-            runs = await asyncio.gather(*(self._roles.look(state.servers[peer]) for peer in peers))
-            for peer, run in zip(peers, runs, strict=True):
-                if run is RunLiveness.MUTE:
-                    raise UnavailableError(
-                        f'memory server "{name}" was restarted, and "{peer}", which has other copies of its segments, '
-                        f"does not answer; it must register again"
-                    )
-        here = {copy.id for record in state.buffers.at(name) for copy in record.copies if copy.server == name}
+        if known is None or known.instance_id == event.server.instance_id:
+            return frozenset()
+        peers = [peer for peer in deciding_peers(state, name, event.held) if state.alive(peer, now)]
+        runs = await asyncio.gather(*(self._roles.look(state.servers[peer]) for peer in peers))
+        for peer, run in zip(peers, runs, strict=True):
+            if run is RunLiveness.MUTE:
+                raise UnavailableError(
+                    f'memory server "{name}" was restarted, and "{peer}", which has other copies of its segments, '
+                    f"does not answer; it must register again"
+                )
+        return frozenset(peers)
+
+    async def _silent_holders(self, event: ServerRegistered) -> frozenset[str]:
+        """Return the servers with copies of what this one holds beside the records, of those that do not answer."""
+        name = event.server.name
+        records = self._commit_log.state.buffers.at(name)
+        here = {copy.id for record in records for copy in record.copies if copy.server == name}
         return await self._roles.look_at_holders(event.held.keys() - here)
 
     async def RenewServer(self, request: pb.RenewServerRequest, context: Context) -> pb.RenewServerReply:

@@ -41,7 +41,8 @@ CHANGED_BYTES_MAX = 1 << 20  # total size of changed records if the store bounds
 
 def server_returned(state: State, event: ServerReturned, now: Instant) -> Step:
     """A server is back: its copies that missed changes are stale, unless no others exist. Raises UnavailableError while
-    that is unknown because the servers of the other copies have not been heard of, and as `check_all_told` does.
+    that is unknown because the servers of the other copies have not been heard of or did not answer just now, and as
+    `check_all_told` does.
     """
     check_all_told(state, event.name, event.held, event.missing)
     known = state.servers.get(event.name)
@@ -52,7 +53,10 @@ def server_returned(state: State, event: ServerReturned, now: Instant) -> Step:
 
     behind = _behind(state, event.name, event.held)
     deciding = deciding_peers(state, event.name, event.held)
-    unheard = (name for name in deciding if state.alive(name, now) and not state.heard(name, now))
+    # A server that is alive now may not have been when others were looked at: its lease ran out while the coordinator
+    # was held up, and runs anew. So it was not looked at, and may be dead.
+    seen = set(deciding) if event.seen is None else event.seen
+    unheard = (name for name in deciding if state.alive(name, now) and not (state.heard(name, now) and name in seen))
     if restarted and (peers := list(unheard)):
         raise UnavailableError(
             f'memory server "{event.name}" was restarted, and {", ".join(peers)} with the other copies of its '

@@ -98,10 +98,13 @@ def ticked(state: State, event: Ticked, now: Instant) -> Step:
     state, ends = end_sessions(state, gone)
     effects += ends
 
+    def is_seen(name: str) -> bool:
+        return event.seen is None or name in event.seen
+
     def judge(record: BufferRecord) -> BufferRecord:
         if record.id in state.interrupted:  # the survivor may never have made its copy
             return record
-        return fail_over(record, alive, lambda name: name not in event.silent and state.heard(name, now))
+        return fail_over(record, alive, lambda name: is_seen(name) and state.heard(name, now))
 
     state, saves = judge_copies(state, judge, event.ends_max, of=at_dead(state, now))
     effects += saves

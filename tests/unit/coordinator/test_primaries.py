@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from smb.coordinator import balancer
-from smb.coordinator.events import BackupsLost, RolesSwitched, ServerDied, ServerDrained
+from smb.coordinator.events import BackupsLost, HeldUp, RolesSwitched, ServerDied, ServerDrained
 from smb.coordinator.moves import Move
 from smb.coordinator.placement import Pool
 from smb.coordinator.primaries import switches
@@ -147,6 +147,21 @@ def test_a_former_primary_that_has_heard_of_it_stays_the_backup(cluster: Cluster
     assert (segment(cluster).server, segment(cluster).backup) == ("b", "a")
     cluster.do(returned(cluster.state, "a", 1, {number}, as_held=Held(1)))  # the same run: its engine knows
     assert segment(cluster).backup == "a"
+
+
+def test_a_restarted_primary_is_not_given_up_for_a_server_that_nobody_looked_at(cluster: Cluster) -> None:
+    """The other one's lease had run out when servers were looked at, and runs anew: the coordinator was held up. It may
+    be dead."""
+    number = segment(cluster).id
+    primary, backup = segment(cluster).server, segment(cluster).backup
+    event = returned(cluster.state, primary, 2, {number})
+    cluster.seconds += 60.0
+    cluster.do(HeldUp(60.0))
+    with pytest.raises(UnavailableError, match="was not heard of yet"):
+        cluster.do(replace(event, seen=frozenset()))
+    assert (segment(cluster).server, segment(cluster).backup) == (primary, backup)
+    cluster.do(replace(event, seen=frozenset({backup})))
+    assert (segment(cluster).server, segment(cluster).backup) == (backup, "")
 
 
 def test_nothing_is_decided_before_the_present_primary_was_heard_of(cluster: Cluster) -> None:

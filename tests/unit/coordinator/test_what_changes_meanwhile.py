@@ -205,8 +205,8 @@ def test_more_metadata_than_etcd_takes_at_once() -> None:
         await log.commit(ServerDied("a", 1))
         servers = cast(Any, Servers(living=1))
         endings = SessionEndNotifier(log, servers)
-        silent = RoleChanges(log, servers, endings).silent_survivors
-        ticks = asyncio.create_task(_tick(log, endings, Health("us:1"), silent))
+        seen = RoleChanges(log, servers, endings).seen_survivors
+        ticks = asyncio.create_task(_tick(log, endings, Health("us:1"), seen))
         deadline = asyncio.get_running_loop().time() + 30
         while any(segment.server == "a" for record in log.state.buffers.values() for segment in record.segments):
             assert not ticks.done()
@@ -387,11 +387,13 @@ def test_a_copy_is_not_given_up_for_one_of_a_dead_server(tmp_path: Path) -> None
             made = await maker.create(Creation("w", (8,), "float32", replicas=2, server_names=("a",)), 1.0)
             await log.commit(ServerDied("a", 1))
             servers.mute = frozenset({1})
-            assert await roles.silent_survivors() == {"b"}
-            await log.commit(Ticked(silent=frozenset({"b"})))
+            assert await roles.seen_survivors() == frozenset()
+            await log.commit(Ticked(seen=frozenset()))
             assert log.state.buffers["w"] == made
-            servers.mute, servers.living = frozenset(), 2
-            assert await roles.silent_survivors() == frozenset()  # it is dead
+            servers.mute = frozenset()
+            assert await roles.seen_survivors() == {"b"}
+            servers.living = 2
+            await roles.seen_survivors()  # it is dead
             await log.commit(Ticked())
             assert log.state.buffers["w"] == made
             assert not log.state.alive("b", log.now())
