@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
-from unittest.mock import Mock
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
 
 from memserver.copier import Copier
-from memserver.engine import CopyStep
+from memserver.replication import PRIMARY
+from tests.unit.memserver.test_segments import FORM, Run
 
 
-def test_a_copy_of_a_later_epoch_is_not_given_up() -> None:
+def test_a_copy_of_a_later_epoch_is_not_given_up(tmp_path: Path) -> None:
     """Whose server was found away was of before: a copy that was begun meanwhile was given up for it."""
-    engine = Mock()
-    engine.copy.return_value = CopyStep.BUSY, 10, 100
-    ours = Copier(engine, 0, Mock(), begin=Mock())
-    ours.want({2: 6})
-    ours.turn()
-    assert not ours.give_up(2, 5)
-    assert not ours.give_up(3, 5)
-    engine.abandon_copy.assert_not_called()
-    assert ours.give_up(2, 6)
-    engine.abandon_copy.assert_called_once_with(2, 6)
-    assert [one.failed for one in ours.progress()] == [True]
+    with ExitStack() as leaving:
+        run = Run(tmp_path, leaving)
+        made = replace(FORM, epoch=6)
+
+        def replicate() -> None:
+            """To a server that is not there: the copy stays on its way."""
+            run.engine.set_replica(made.id, made.epoch, PRIMARY, "b", copying=True)
+
+        run.segments.create(made, replicate=replicate)
+        news: list[bool] = []
+        # the test takes the turns
+        ours = Copier(run.engine, 0, lambda: news.append(True), begin=lambda run, name: None)
+        ours.want({made.id: made.epoch})
+        ours.turn()
+        assert not ours.give_up(made.id, made.epoch - 1)
+        assert not ours.give_up(made.id + 1, made.epoch - 1)
+        assert ([one.failed for one in ours.progress()], news) == ([False], [])
+        assert ours.give_up(made.id, made.epoch)
+        assert ([one.failed for one in ours.progress()], news) == ([True], [True])
