@@ -8,9 +8,11 @@
 #include "base/sha256.h"
 #include "client/client.h"
 #include "client/link.h"
+#include "memory/segment.h"
 #include "pair.h"
 #include "pump.h"
 #include "server/grants.h"
+#include "server/registry.h"
 #include "server/server.h"
 
 enum { ELEMENTS = 3 * 1024, SESSION = 77, CALLS = 300 };
@@ -122,6 +124,18 @@ static struct smb_request add(void)
                                 .source = words};
 }
 
+/* How many completion records the session has at a server's segment. */
+static int records_of(struct smb_server *server, uint64_t id, uint64_t session)
+{
+    struct smb_segment *segment = server_find(server, id);
+    struct record_table table = smb_segment_records(segment);
+    int found = 0;
+    for (uint32_t i = 0; i < table.count; i++)
+        found += atomic_load(&table.records[i].session) == session;
+    smb_segment_release(segment);
+    return found;
+}
+
 /* Without a token nothing is done. A token to read allows reads, and a token to write allows
  * writes. A token of another key, or one that has expired, allows nothing. */
 static void rights_on_a_link(void)
@@ -142,8 +156,11 @@ static void rights_on_a_link(void)
     CHECK_EQ(show(rigged.link, &reader), SMB_OK);
     CHECK_EQ(reach_try(rigged.buffer, read), SMB_OK);
     CHECK_EQ(reach_try(rigged.buffer, add()), SMB_DENIED);
+    /* It would push out a record of those who may write. */
+    CHECK_EQ(records_of(rigged.rig.servers[0], segment, SESSION), 0);
     CHECK_EQ(show(rigged.link, &writer), SMB_OK);
     must(rigged.buffer, add());
+    CHECK_EQ(records_of(rigged.rig.servers[0], segment, SESSION), 1);
     must(rigged.buffer, read);
     for (int i = 0; i < ELEMENTS; i++)
         CHECK_EQ(found[i], 1);
