@@ -225,6 +225,16 @@ SMALL: dict[str, tuple[str, bytes, str]] = {
     "good.crc32c": ("sums", json.dumps(SUMS).encode() + b"\n0123abcd\n", ""),
     "list.crc32c": ("sums", b"[]\n", "the first line is not one that a snapshot writes"),
     "nested.crc32c": ("sums", b"[" * 100_000 + b"\n", "brackets, but may have at most 16"),
+    "version.crc32c": (
+        "sums",
+        json.dumps(SUMS | {"crc32c": 2}).encode() + b"\n0123abcd\n",
+        "another version or block size",
+    ),
+    "block.crc32c": (
+        "sums",
+        json.dumps(SUMS | {"block": 8}).encode() + b"\n0123abcd\n",
+        "another version or block size",
+    ),
     "number.crc32c": ("sums", json.dumps(SUMS | {"nbytes": -1}).encode(), "the first line is not one that a snapshot"),
     "lines.crc32c": ("sums", json.dumps(SUMS).encode() + b"\n" + b"0123abc\n" * 9, "not a checksum of 8 hexadecimal"),
     "binary.crc32c": ("sums", b"\xff" * 100, "can't decode byte 0xff in position 0"),
