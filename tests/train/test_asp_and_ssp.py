@@ -15,6 +15,8 @@ import pytest
 
 import smb
 import smb.train
+from smb.train.member_table import FIELDS, MARK, incarnation_of
+from smb.train.member_table import mark as mark_of_member
 from tests.support.checkers import BadHistoryError
 from tests.support.clients import in_process, make_event
 from tests.support.daemons import stop, wait_for
@@ -190,6 +192,21 @@ def test_ssp_goes_on_without_the_dead(cluster: smb.LocalCluster, connect: Connec
             late.step()
         drain(running[1][1])
         waiting(running[0][1])
+
+
+def test_ssp_tells_no_clock_in_anothers_slot(client: smb.Client) -> None:
+    """Who was stopped after the look at its lease finds another member's mark in its place: so it joins again."""
+    values = np.zeros(8, np.float32)
+    with smb.train.join(client, "run", values, smb.train.SSP(staleness=1)) as worker:
+        values += 1
+        worker.step()
+        table, row = client.open("run/members"), 1  # the first slot's
+        mark = int(table.read()[row, MARK])
+        another = mark_of_member(incarnation_of(mark) + 1, 7)
+        assert table.compare_swap(row * FIELDS + MARK, mark, another) == mark
+        values += 1
+        worker.step()
+        assert worker.status.rejoins == 1
 
 
 def test_ssp_refused_contributions_hold_up_nobody(client: smb.Client, connect: Connect) -> None:
