@@ -5,7 +5,7 @@ coordinator, and an event that could not be stored had no effect. All of it runs
 
 A change of etcd takes milliseconds, in which other events arrive. Those are decided one after the other, each on the
 state that the one before leaves, and stored together in the next change. If that change is refused, each of them is
-decided and stored alone.
+decided and stored alone. A refusal may rest on an event before it in the same change, so it is told once that is stored.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from smb.coordinator.records import BufferRecord, ServerRecord, SessionRecord
 from smb.coordinator.state import SERVER_LEASE_S, SESSION_LEASE_S, State, load
 from smb.coordinator.steps import step
 from smb.coordinator.store import MIGRATION, SEQUENCE, Store, StoreError
-from smb.errors import UnavailableError
+from smb.errors import OutOfMemoryError, UnavailableError
 
 _log = logging.getLogger("coordinator")
 _BUFFER, SERVER, _SESSION = "buffer/", "server/", "session/"
@@ -80,10 +80,13 @@ class Committed:
 
 
 class _Waiting:
-    """An event whose caller waits for its result. `before`, `committed`, `now`: once it is decided with others."""
+    """An event whose caller waits for its result. Once it is decided with others, it has a refusal, or `before`,
+    `committed` and `now`.
+    """
 
     def __init__(self, event: Event, result: asyncio.Future[Committed]) -> None:
         self.event, self.result = event, result
+        self.refusal: Exception | None = None
         self.before: State
         self.committed: Committed
         self.now: Instant
@@ -186,7 +189,7 @@ class CommitLog:
 
     def _decided_together(self, first: _Waiting) -> list[_Waiting]:
         """Take the events that can be stored together with the first one out of the queue, each decided on the state
-        that the one before leaves. Empty: the first one has to be stored alone.
+        that the one before leaves, or refused there. Empty: the first one has to be stored alone.
         """
         most = self._store.changes_max
         if most is None or not self._waiting or self._owed or self._store_error:
@@ -195,19 +198,18 @@ class CommitLog:
         state, now, changes = self.state, self.now(), dict[str, str | None]()
         each: _Waiting | None = first
         while each is not None:
-            if isinstance(each.event, _STORED_ALONE) or isinstance(each.event, _CREATIONS) != isinstance(
-                first.event, _CREATIONS
-            ):
+            if isinstance(each.event, _STORED_ALONE):
                 break
             try:
                 after, effects = step(state, each.event, now)
             except Exception as error:  # noqa: BLE001 - refused, or a bug of ours: its caller hears of both
-                each.fail(error)
+                each.refusal = error
+                together.append(each)
             else:
                 more = {**changes, **_changes(effects)}
                 if together and (len(more) > most or sum(len(text or "") for text in more.values()) > _TOGETHER_BYTES):
                     break
-                each.before, each.committed, each.now = state, Committed(after, effects), now
+                each.before, each.committed, each.now, each.refusal = state, Committed(after, effects), now, None
                 together.append(each)
                 state, changes = after, more
             if each is not first:
@@ -220,13 +222,15 @@ class CommitLog:
     async def _stored_together(self, together: Sequence[_Waiting]) -> bool:
         """Store and show these decided events. Returns False if the store has refused that, and changed nothing."""
         changes: dict[str, str | None] = {}
-        for each in together:
+        decided = [each for each in together if each.refusal is None]
+        for each in decided:
             changes |= _changes(each.committed.effects)
         begun_s = self.now().monotonic
         try:
             if changes:
-                await self._store.change(changes, urgent=not isinstance(together[0].event, _CREATIONS))
-        except StoreError:
+                urgent = not any(isinstance(each.event, _CREATIONS) for each in decided)
+                await self._store.change(changes, urgent=urgent)
+        except (StoreError, OutOfMemoryError):  # the latter: one event alone is too large
             return False
         except Exception as error:  # noqa: BLE001 - this coordinator does not lead any more, or a bug of ours
             for each in together:
@@ -234,9 +238,13 @@ class CommitLog:
             return True
         finally:
             self._held_up(self.now().monotonic - begun_s)  # renewals waited for their turn meanwhile
-        self.state = together[-1].committed.state
+        if decided:
+            self.state = decided[-1].committed.state
         for each in together:
-            each.end(self._shown(each.event, each.before, each.committed, each.now))
+            if each.refusal is None:
+                each.end(self._shown(each.event, each.before, each.committed, each.now))
+            else:
+                each.fail(each.refusal)
         return True
 
     async def _commit(self, waiting: _Waiting) -> None:
