@@ -5,7 +5,7 @@ coordinator, and an event that could not be stored had no effect. All of it runs
 
 A change of etcd takes milliseconds, in which other events arrive. Those are decided one after the other, each on the
 state that the one before leaves, and stored together in the next change. If that change is refused, each of them is
-decided and stored alone. A refusal may rest on an event before it in the same change, so it is told once that is stored.
+decided and stored alone. A refusal may rest on an event of the same change, so it is told once that is stored.
 """
 
 from __future__ import annotations

@@ -175,7 +175,7 @@ class FrontForSessions(grpc.GenericRpcHandler):  # type: ignore[type-arg]
         method = handler_call_details.method.rpartition("/")[2]
 
         async def answer(request: Any, context: Any) -> Any:
-            if method not in OF_SESSIONS or getattr(request, "timeout_ms", 0):
+            if method not in OF_SESSIONS or getattr(request, "timeout_ms", None):
                 raise PermissionDeniedError(
                     f"{method}: this port is for renewals of sessions and tokens alone, and for no call that waits; "
                     f"ask {self._front.address}"
