@@ -138,7 +138,10 @@ def _by_server(state: State, now: Instant) -> Iterator[Metric]:
     draining = gauge("smb_coordinator_server_draining")
     quarantined = gauge("smb_coordinator_server_quarantined_bytes")
     for name, server in sorted(state.servers.items()):
-        alive.add_metric([name], int(state.heard(name, now)))
+        # Unknown, as to a leader that has just begun. With a 0, each change of the leader would look like a server that
+        # goes and comes back.
+        if state.heard(name, now) or not state.alive(name, now):
+            alive.add_metric([name], int(state.heard(name, now)))
         quarantined.add_metric([name], sum(each.nbytes for each in state.unexplained.get(name, {}).values()))
         capacity.add_metric([name], server.capacity_bytes)
         allocated.add_metric([name], state.allocation(name).nbytes)

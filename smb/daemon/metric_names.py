@@ -191,7 +191,11 @@ COORDINATOR: tuple[Description, ...] = (
         "was held up.",
     ),
     _gauge("smb_coordinator_lost_segments", "Segments whose memory is gone. Their buffers are unusable."),
-    _gauge("smb_coordinator_server_alive", "1 while the server's lease runs.", "server"),
+    _gauge(
+        "smb_coordinator_server_alive",
+        "1 while the server's lease runs; no sample while a new leader has not heard of it yet.",
+        "server",
+    ),
     _gauge("smb_coordinator_server_capacity_bytes", "Capacity of the memory server.", "server"),
     _gauge("smb_coordinator_server_allocated_bytes", "Capacity of the memory server that buffers take.", "server"),
     _gauge(
