@@ -90,8 +90,10 @@ class Lock:
 
     @property
     def held(self) -> bool:
-        """True if this client holds the lock, as far as it knows without asking. Does not block."""
-        return self._token != 0 and not self._lost and time.monotonic() < self._expires
+        """True if this client holds the lock, as far as it knows without asking. False once it knows that its session
+        has ended, since that gave up the lock. Does not block.
+        """
+        return self._token != 0 and not self._lost and time.monotonic() < self._expires and self._home.in_session
 
     def acquire(self) -> Lock:
         """Take the lock. Blocks for at most the lock's `timeout` seconds. Raises TimeoutError, UnavailableError.

@@ -133,6 +133,15 @@ class Home:
         self._relocate = relocate
         self._link: Link | None = None
 
+    @property
+    def in_session(self) -> bool:
+        """Whether the session goes on in which this was opened, as far as this process knows. Does not block."""
+        try:
+            self._client.check_open()
+        except Error:
+            return False
+        return True
+
     def ask(
         self,
         asked: str,

@@ -86,6 +86,22 @@ def test_an_end_outlives_the_coordinator(daemons: Daemons) -> None:
         wait_for(lambda: not let_in(server, session), "end of the session")
 
 
+def test_a_lock_is_not_held_once_its_client_knows_that_its_session_has_ended(daemons: Daemons) -> None:
+    """Its ttl would be over an hour later. A lock of a session that lives stays held."""
+    coordinator = daemons.coordinator("127.0.0.1:0", None, "--session-lease", "6")
+    server = daemons.memory_server(coordinator.address, "a")
+    assert server.address
+    with (
+        smb.connect(coordinator.address, name="mine") as client,
+        smb.connect(coordinator.address, name="theirs") as other,
+    ):
+        locks = [each.lock(name, ttl=3600).acquire() for each, name in ((client, "mine"), (other, "theirs"))]
+        assert [lock.held for lock in locks] == [True, True]
+        session_of(other).coordinator.kick_clients(session_of(client).name, 20.0)
+        wait_for(lambda: not locks[0].held, "end that the client has heard of")
+        assert locks[1].held
+
+
 LEAVES = """
 import smb, sys
 print(smb.connect(sys.argv[1]).open("w").read().sum())
