@@ -69,6 +69,12 @@ def begin(metadata: Sequence[tuple[str, Any]]) -> CallInfo:
     return call
 
 
+def request_of_call() -> str:
+    """Return the id of the call that runs now; empty outside of calls."""
+    call = _now.get()
+    return call.request if call is not None else ""
+
+
 def end() -> None:
     """Leave the call, in a thread that goes on with another."""
     _now.set(None)

@@ -28,6 +28,7 @@ from smb.coordinator.draining import BOUND
 from smb.coordinator.events import CopyBegun, CopyDropped, MoveAllowed, RolesSwitched, ServerCounted, ServerSuspected
 from smb.coordinator.memserver_client import MemoryServers
 from smb.coordinator.messages import replica_message, replica_messages
+from smb.coordinator.move_audit import MoveAudit
 from smb.coordinator.moves import Move
 from smb.coordinator.placement import Pool
 from smb.coordinator.records import BufferRecord, ServerRecord
@@ -77,6 +78,7 @@ class CopyMaker:
         self._bound: dict[int, float] = {}  # segments that their servers reported as unable to move; until when
         self._without_room: frozenset[str] = frozenset()  # titles of buffers that were logged as having no room
         self._pace = CopyPace()
+        self.audit = MoveAudit()
         self._making: set[tuple[str, int]] = set()  # (server, segment) of copies that have not begun
         # Called with the segments whose roles have switched, the former primary's server and the present one's.
         self.on_switched: Callable[[Collection[int], str, str], None] = lambda *_: None
@@ -230,6 +232,7 @@ class CopyMaker:
             lasts = isinstance(error, _LastingError) or (handed_over_at and not isinstance(error, NotFoundError))
             self._give_switch_up(wish, error, SWITCH_AGAIN_S if lasts else SWITCH_SOON_S)
             return
+        self.audit.moved(wish, wish.target, self._commit_log.state, self._moves)
         failpoint("coordinator.switch.stored")
         self.on_switched([member.id for _, member in wish.members], wish.leaving, wish.target)
         if self._commit_log.now().monotonic - handed_over_at > HANDS_OVER_S:
@@ -281,6 +284,7 @@ class CopyMaker:
         except Error as error:
             self._pause(wish, asked, CONFIRM_PAUSE_S, error)
             return
+        self.audit.moved(wish, wish.source, committed.state, self._moves)
         failpoint("coordinator.move.dropped")
         await self._drop_left(wish, committed)
         self.look_now()
@@ -358,6 +362,7 @@ class CopyMaker:
             self._making -= making
         failpoint("coordinator.copy.begun")
         if wish.leaving:
+            self.audit.moved(wish, wish.target, committed.state, self._moves)
             await self._drop_left(wish, committed)
         else:
             await self._tell_roles((wish.segment.id,), (wish.source,))

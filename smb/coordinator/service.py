@@ -455,6 +455,8 @@ class CoordinatorService(CoordinatorServicer):
             audited("undrain" if request.undo else "drain", request.name)
         _check_unlimited("DrainServer")
         await self._commit_log.commit(ServerDrained(request.name, request.undo))
+        if known is None or known.draining == request.undo:
+            self._copy_maker.audit.drain(request.name, undo=request.undo)
         failpoint("coordinator.drain.stored")
         self._roles.on_copies()
         state = self._commit_log.state
@@ -504,6 +506,7 @@ class CoordinatorService(CoordinatorServicer):
             alone = {segment.id for record in records if record.moves_alone for segment in record.segments}
             left = len({move.segment_id for move in all_of_them} & alone)
         if not request.dry_run:
+            self._copy_maker.audit.rebalance()
             self._copy_maker.move(moves)
         return pb.RebalanceReply(moves=map(move_message, moves), single_left=left)
 
