@@ -1,4 +1,4 @@
-"""An audit line for each move that an operator's drain or rebalance makes, with the id of the call that asked for it."""
+"""An audit line for each move that a drain or a rebalance makes, with the id of the call that asked for it."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ import secrets
 import socket
 import ssl
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import grpc
@@ -60,6 +60,7 @@ _COMES_BACK_S = 2.0  # how long to wait for a coordinator that has never answere
 _STARTS_AGAIN_S = 10.0  # and for one that has. Not longer, whatever the timeout: callers may hold what others need
 _AGAIN_FIRST_S, _AGAIN_MAX_S = 0.05, 0.5  # pauses between two rounds over all addresses
 _BUSY_FIRST_S, _BUSY_MAX_S = 0.1, 2.0  # pauses before a busy coordinator is asked again: very many may ask it
+_STAYS_MAX = 5  # tries at a coordinator that has no place for the call, before the next one is asked
 _PATIENCE_S = 5.0  # how long a coordinator may keep a call: very many may wait, so each asks seldom
 _LAST_S = 0.05  # the least time for an attempt at the end of the timeout
 _PROBE_S = 1.0
@@ -79,6 +80,15 @@ def _with_unknown_outcome(failure: errors.Error) -> errors.Error:
     if failure.outcome == errors.UNKNOWN:
         return failure
     return type(failure)(f"{failure}. An earlier attempt may have been carried out", outcome=errors.UNKNOWN)
+
+
+def _of_several(said: Mapping[str, str], timeout: float, failure: errors.Error) -> errors.Error:
+    """Return the error with what each coordinator said: the last one may only stand by."""
+    each = "; ".join(f"{address}: {text}" for address, text in said.items())
+    return type(failure)(
+        f"no coordinator carried the call out within {timeout:g} s. What each said last: {each}",
+        outcome=failure.outcome,
+    )
 
 
 def _is_repeatable(request: Any) -> bool:
@@ -334,6 +344,8 @@ class Coordinator:
         several = len(self._peers) > 1
         failure: errors.Error | None
         stood_by: tuple[object, errors.Error] | None = None  # the coordinator that answered as a standby, and its error
+        said: dict[str, str] = {}  # by address: the last failure
+        stayed = 0  # how often a coordinator had no place for the call
         patience = timeout if several else _STARTS_AGAIN_S if self._answered else _COMES_BACK_S
         failed_at = 0.0  # of the first failure
         repeatable = (several or self._answered) and _is_repeatable(request)
@@ -379,8 +391,11 @@ class Coordinator:
                     failure, may_repeat = stood_by[1], False
                 elif error.code() is grpc.StatusCode.CANCELLED and not answered and not self._peers.closed:
                     # It is there, also if it never answered before, and stops, or gRPC there has no place for more
-                    # calls. If nothing is there any more, patience begins now.
+                    # calls. If nothing is there any more, patience begins now. It may be the leader under a flood, so
+                    # the others have their turn only after some tries.
                     failed_at, may_repeat = 0.0, _is_repeatable(request)
+                    stayed += 1
+                    busy = may_repeat and stayed % _STAYS_MAX != 0
                 else:
                     may_repeat = (
                         repeatable and error.code() in _CUT_OFF and not self._peers.closed and ANSWERED not in trailers
@@ -388,12 +403,15 @@ class Coordinator:
             except ValueError as error:  # raised by grpc for a call on a closed channel
                 raise errors.UnavailableError("the client is closed; call smb.connect again") from error
             now = time.monotonic()
+            said[peer.address] = str(failure) if failure is not None else "it cannot be reached"
             failed_at = failed_at or now
             maybe_applied |= failure is not None and failure.outcome == errors.UNKNOWN
             if failure is None and failed_at + patience <= now < begun + timeout and self._why_not() == _ANSWERS_NOW:
                 patience = timeout  # the address is right: connecting takes long, because very many connect
             if not may_repeat or now >= min(begun + timeout, failed_at + patience):
                 failure = failure or (stood_by[1] if stood_by else self._nobody(self._why_not()))
+                if stood_by and not answered and len(said) > 1:
+                    failure = _of_several(said, timeout, failure)
                 try:
                     raise (_with_unknown_outcome(failure) if maybe_applied and not answered else failure) from None
                 finally:

@@ -13,7 +13,7 @@ from smb.errors import UnavailableError
 from smb.rpc import control_pb2 as pb
 from smb.rpc.control_pb2_grpc import CoordinatorServicer, add_CoordinatorServicer_to_server
 from smb.rpc.coordinator_client import Coordinator
-from smb.rpc.trailers import ANSWERED, BUSY, OUTCOME
+from smb.rpc.trailers import ANSWERED, BUSY, OUTCOME, STANDBY
 
 
 def test_a_create_that_is_made_again_finds_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,6 +86,51 @@ class _Overloaded(CoordinatorServicer):
     def RenameBuffer(self, request: Any, context: Any) -> pb.RenameBufferReply:  # noqa: N802
         context.abort(grpc.StatusCode.CANCELLED, "")
         return pb.RenameBufferReply()
+
+
+class _Full(CoordinatorServicer):
+    """A coordinator under a flood: its queue is full."""
+
+    asked = 0
+
+    def ListServers(self, request: Any, context: Any) -> pb.ListServersReply:  # noqa: N802
+        self.asked += 1
+        context.abort(grpc.StatusCode.CANCELLED, "")
+        return pb.ListServersReply()
+
+
+class _Standby(_Full):
+    """One that stands by."""
+
+    def ListServers(self, request: Any, context: Any) -> pb.ListServersReply:  # noqa: N802
+        self.asked += 1
+        context.set_trailing_metadata(((ANSWERED, "1"), (OUTCOME, "not applied"), (STANDBY, "3")))
+        context.abort(grpc.StatusCode.UNAVAILABLE, "this one does not lead now")
+        return pb.ListServersReply()
+
+
+def test_a_flooded_leader_is_asked_more_often_than_those_that_stand_by() -> None:
+    """And the error at the end says what each said, not only what the last one said, which may stand by."""
+    services = [_Standby(), _Full()]
+    servers = [grpc.server(ThreadPoolExecutor(2)) for _ in services]
+    ports = []
+    for service, server in zip(services, servers, strict=True):
+        add_CoordinatorServicer_to_server(service, server)  # type: ignore[no-untyped-call]
+        ports.append(server.add_insecure_port("127.0.0.1:0"))
+        server.start()
+    standby, leader = (f"127.0.0.1:{port}" for port in ports)
+    coordinator = Coordinator(f"{standby},{leader}")
+    try:
+        with pytest.raises(UnavailableError) as refused:
+            coordinator.list_servers(5.0)
+        assert f"{standby}: this one does not lead now" in str(refused.value)
+        assert f"{leader}: the coordinator" in str(refused.value)
+        assert "too many calls" in str(refused.value)
+        assert services[1].asked > services[0].asked
+    finally:
+        coordinator.close()
+        for server in servers:
+            server.stop(None)
 
 
 def test_a_first_call_that_finds_no_place_is_repeated() -> None:
