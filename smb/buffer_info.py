@@ -76,8 +76,12 @@ class BufferInfo:
 
         `other` may have been described before there was a bundle: its segments are then the first of the bundles.
         """
-        here, there = self.layout.segments, other.layout.segments
-        return [segment.group or segment.id for segment in here] == [segment.group or segment.id for segment in there]
+        return self.bundles == other.bundles
+
+    @property
+    def bundles(self) -> tuple[int, ...]:
+        """The bundle of each segment: its own id if it moves alone."""
+        return tuple(segment.group or segment.id for segment in self.layout.segments)
 
     @classmethod
     def of(cls, buffer: pb.Buffer) -> BufferInfo:

@@ -104,6 +104,8 @@ class Backup:
         self._say = say
         self._text = [0, 0]  # bytes, and brackets and commas, of the entries in the manifest
         self._away: set[str] = set()  # servers that were away when a buffer could not be saved
+        self._saved: set[str] = set()  # names of the entries
+        self._bundled: dict[tuple[int, ...], list[str]] = {}  # by their bundles: buffers with two copies, in order
         self.entries: list[Entry] = []
         self.missing: dict[str, str] = {}
 
@@ -151,6 +153,8 @@ class Backup:
         which has a generation of its own, and for one in two groups; Error if no coordinator answers; OSError.
         """
         known = {info.name: info for info in infos}
+        for info in infos:
+            self._bundled.setdefault(info.bundles, []).append(info.name)
         joint: set[str] = set()
         for names in together:
             for name in sorted(set(names)):
@@ -163,10 +167,10 @@ class Backup:
                 joint.add(name)
         for names in together:
             group = [known[name] for name in sorted(set(names))]
-            self._attempt(group, partial(self._add_together, group, infos))
+            self._attempt(group, partial(self._add_together, group))
         for info in infos:
             if info.name not in joint:
-                self._attempt([info], partial(self._add_named, info.name, infos))
+                self._attempt([info], partial(self._add_named, info.name))
 
     def _attempt(self, infos: Sequence[BufferInfo], save: Callable[[], None]) -> None:
         """Save these buffers, or note why they are missing. Raises Error if no coordinator answers."""
@@ -199,6 +203,7 @@ class Backup:
 
     def _discard(self, saved: int, infos: Sequence[BufferInfo]) -> None:
         """Remove what was written of entries after the first `saved` ones."""
+        self._saved -= {entry.name for entry in self.entries[saved:]}
         del self.entries[saved:]
         for left in self._part.iterdir():
             if int(left.name[len("data-") :][:6]) > saved:
@@ -223,18 +228,19 @@ class Backup:
             raise Error(f"the metadata of all buffers together is too large for one {MANIFEST}")
         self._text = size
         self.entries.append(entry)
+        self._saved.add(entry.name)
 
     def _path(self, kind: str) -> Path:
         """Return the path for the data of the next entry."""
         return self._part / f"data-{len(self.entries) + 1:06d}.{'bytes' if kind == 'buffer' else kind}"
 
-    def _add_named(self, name: str, infos: Sequence[BufferInfo]) -> None:
+    def _add_named(self, name: str) -> None:
         buffer = self._client.open(name)
-        self._add(buffer, infos)
+        self._add(buffer)
         if self._client.open(name).info.id != buffer.info.id:
             raise NotFoundError(f"{name!r} was replaced meanwhile")  # the file may have the other one's bytes
 
-    def _add(self, buffer: Buffer, infos: Sequence[BufferInfo], still: Buffer | None = None) -> None:
+    def _add(self, buffer: Buffer, still: Buffer | None = None) -> None:
         file, generation, stored = self._path("buffer"), 0, True
         try:
             if still is not None:
@@ -246,20 +252,18 @@ class Backup:
                 raise
             stored = False  # it was never published
         info = buffer.info
-        first = next(
-            (each for each in infos if each.id != info.id and info.replicas > 1 and each.moves_with(info)), None
-        )
-        done = {entry.name for entry in self.entries}
+        others = (each for each in self._bundled.get(info.bundles, ()) if each != info.name and info.replicas > 1)
+        first = next(others, "")
         self._append(
             Entry(
                 buffer.name, file.name if stored else "", "buffer", buffer.shape, buffer.dtype.name, buffer.versions,
                 generation, info.replicas, info.wire, info.layout.stripe_bytes,
-                first.name if first is not None and first.name in done else "", buffer.metadata,
+                first if first in self._saved else "", buffer.metadata,
             )
         )  # fmt: skip
         self._say(f"{buffer.name}: generation {generation}" if generation else buffer.name)
 
-    def _add_together(self, group: Sequence[BufferInfo], infos: Sequence[BufferInfo]) -> None:
+    def _add_together(self, group: Sequence[BufferInfo]) -> None:
         buffers = [self._client.open(info.name) for info in group]
         copies: list[Buffer] = []
         try:
@@ -269,7 +273,7 @@ class Backup:
                 for buffer in buffers:
                     copies.append(copying.beside(self._client, buffer, private_name(buffer.name), 1))
             for buffer, copy in zip(buffers, copies, strict=True):
-                self._add(buffer, infos, copy)
+                self._add(buffer, copy)
         finally:
             for copy in copies:
                 sweep(self._client, copy)
