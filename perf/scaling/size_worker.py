@@ -27,8 +27,8 @@ from smb.rpc.control_pb2_grpc import (
     MemoryServerServicer,
     add_MemoryServerServicer_to_server,
 )
-from smb.rpc.coordinator_client import STANDBY, trailers_of
 from smb.rpc.peers import patience
+from smb.rpc.trailers import STANDBY, trailers_of
 
 ANSWER_S = 10.0
 PATIENCE_S = 2.0

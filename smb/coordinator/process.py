@@ -96,7 +96,7 @@ async def _start(options: CoordinatorOptions, leaving: AsyncExitStack) -> None:
         if code is grpc.StatusCode.INTERNAL and shown.leading is not None:
             shown.leading.watch.failed(method, shown.leading.commit_log.now())
 
-    def guards() -> list[grpc.aio.ServerInterceptor]:
+    def guards() -> list[AioGuard | CallPlaces]:
         found = options.credentials
         return [] if found is None else [AioGuard(Callers(Current(found))), CallPlaces()]
 
