@@ -18,6 +18,7 @@ from smb.tensors import TensorTable
 from smb.torch.mixed_statistics import STATE, MixedStatistics
 from smb.torch.model_parameters import ModelParameters, TensorEntry
 from smb.torch.model_tensors import Statistics, mark_of
+from smb.train.attempts import until_joined
 from smb.train.group import clear, copies_of, keeping, view
 from smb.train.worker import take_part
 
@@ -62,12 +63,22 @@ class ModelAdmission:
         """Become a member and return its worker. The model is not changed before everything that can fail is done.
         `attach` is called with the worker once the model has the shared values.
         """
+        worker = until_joined(self._client, lambda: self._run(scheme, settings, options, attach))
+        self._mixed.joined()
+        return worker
+
+    def _run(
+        self,
+        scheme: str | smb.train.Scheme | None,
+        settings: dict[str, Any],
+        options: dict[str, Any],
+        attach: Callable[[smb.train.Worker], None],
+    ) -> smb.train.Worker:
+        """As `run`, with one attempt."""
         copies = copies_of(self._client, self._name, options.get("replicas")) or 1
         # The lock is held from before joining until the statistics exist, so that one process makes both buffers.
         with keeping(self._client.lock(f"{self._name}/{STATE}", ttl=_JOIN_TTL_S, replicas=copies)):
-            worker = self._run_locked(scheme, settings, dict(options), attach)
-        self._mixed.joined()
-        return worker
+            return self._run_locked(scheme, settings, dict(options), attach)
 
     def _run_locked(
         self,

@@ -291,6 +291,8 @@ class MeshShared(Shared):
         """
         if self._last is not None:
             return self._last
+        if self._ranks.speaks and self._open:
+            return self.worker.progress
         return progress_of(groups.view(self._client, self._name).table.read())
 
     def _steps_so_far(self) -> int:

@@ -28,6 +28,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import math
 import threading
 import warnings
 import weakref
@@ -47,6 +48,7 @@ from smb.torch.mixed_statistics import STATE, MixedStatistics
 from smb.torch.model_parameters import ModelParameters, TensorEntry
 from smb.torch.model_tensors import ModelCheck, Parts, Statistics, parts_of, plain_name
 from smb.torch.tensor_values import lasting
+from smb.train.optimizers import OptimizerUsed
 from smb.train.steps import there
 
 if TYPE_CHECKING:
@@ -98,6 +100,7 @@ class Shared:
         self._thread = 0  # the one that made the last step
         self._waits = False  # whether its worker waits for the others
         self._last: smb.train.Progress | None = None  # after close()
+        self._optimizer_used = _used(optimizer)
         parts = self._parts(model, optimizer)
         self._asked_overlap: str = options.pop("overlap", "none")
         self._trained = self._parameters(parts)
@@ -148,6 +151,7 @@ class Shared:
         options: dict[str, Any],
     ) -> None:
         def attach(worker: smb.train.Worker) -> None:
+            worker.group.compare_optimizers(self._optimizer_used)
             if self._overlap is not None:
                 self._overlap.attach(worker, lambda: self.samples)
 
@@ -466,6 +470,13 @@ def check_overlap(overlap: object, scheme: smb.train.Scheme | None = None, *, me
         from smb.overlap import hooks
 
         hooks.check_overlap(overlap, scheme, mesh=mesh)
+
+
+def _used(optimizer: torch.optim.Optimizer) -> OptimizerUsed:
+    """Return the optimizer as members compare it. A schedule keeps the rate from before it as `initial_lr`."""
+    rates = [group.get("initial_lr", group.get("lr")) for group in optimizer.param_groups]
+    known = [float(rate) for rate in rates if rate is not None]
+    return OptimizerUsed(type(optimizer).__name__, max(known, default=math.nan))
 
 
 def _check_free(model: torch.nn.Module) -> None:

@@ -159,11 +159,13 @@ class ElasticExchange(Exchange):
         self._hidden = hidden
         self._steps = 0
         self._samples = 0
+        self._unsent = 0  # steps since the last exchange
         # The worker has not applied its half of the last difference, which is due after this local step.
         self._owed = False
 
     def step(self, samples: int) -> None:
         """Every `every` steps move the values and the shared model towards each other."""
+        self._unsent = self._steps % self._every + 1
         if not self._hidden:
             if self._elastic.under_way:  # the last call failed half-way, and this call repeats it
                 self._elastic.finish()
@@ -191,7 +193,7 @@ class ElasticExchange(Exchange):
         self._elastic.finish()
         self._elastic.restart()
         self._owed = False
-        self._steps = self._samples = 0
+        self._steps = self._samples = self._unsent = 0
 
     def flush(self) -> None:
         """Finish an exchange in progress, and apply the worker's half."""
@@ -203,14 +205,16 @@ class ElasticExchange(Exchange):
         self.flush()
         self._elastic.release()
 
-    def abandon(self) -> None:
+    def abandon(self) -> int:
         """Wait until no exchange is in progress; from then on the values are not changed."""
         self._owed = False
         self._elastic.abandon()
+        lost, self._unsent = self._unsent, 0
+        return lost
 
     def _done(self) -> None:
         self._steps += 1
-        self._samples = 0
+        self._samples = self._unsent = 0
 
     def _pay(self) -> None:
         if self._owed:

@@ -43,10 +43,11 @@ from smb.errors import (
 )
 from smb.lock import Lock
 from smb.train import member_table as t
-from smb.train import members
+from smb.train import members, optimizers
 from smb.train.exchange.at_once import is_remote
 from smb.train.guards import Guards, Norm, RefusedContributionError, WorkerGuards
 from smb.train.members import Member
+from smb.train.optimizers import OptimizerUsed
 from smb.train.parameters import Parameters
 from smb.train.scheme import Json, Scheme, Span, Values, scheme_of
 from smb.train.time_spent import TimeSpent
@@ -110,6 +111,7 @@ class Group:
         self._seen = 0  # the last version of the tick that this worker has seen
         self.given_up = False  # written by the thread that closes the worker, read by the one that exchanges
         self._rejoins = 0
+        self.optimizer: OptimizerUsed | None = None  # this member's, once `compare_optimizers` was called
         # The member whose statistics `return_` carries over, until return_ has succeeded.
         self._former: Member | None = None
         self.patience = max(0.05, self.lease / 4)
@@ -122,17 +124,27 @@ class Group:
         self._seen = self.tick.version
         self.member = members.admit(self.client, self.name, self.table, self.lease, self.scheme.first_clock, own)
         self.member.set(t.REJOINS, self._rejoins)
+        if self.optimizer is not None:
+            with contextlib.suppress(Error):  # others are only told of it
+                optimizers.write(self.table, self.member.row, self.optimizer)
         self.wake()
 
-    def rejoin(self) -> None:
-        """Take a slot again after MembershipLostError. Rejoins are counted and logged."""
+    def rejoin(self, lost_steps: int) -> None:
+        """Take a slot again after MembershipLostError. Rejoins are counted and logged, with the number of local steps
+        that are lost.
+        """
         if self._former is None:
             self._rejoins += 1
         self.member.leave()
         slot = (self._former or self.member).slot
         self.return_()
         _log.warning(
-            "training %r: member %d lost its lease and is back as member %d", self.name, slot, self.member.slot
+            "training %r: member %d lost its lease and is back as member %d; %d of its local steps %s lost",
+            self.name,
+            slot,
+            self.member.slot,
+            lost_steps,
+            "is" if lost_steps == 1 else "are",
         )
 
     def return_(self) -> None:
@@ -150,6 +162,21 @@ class Group:
         if self.member.slot != former.slot:
             former.forward()
         self._former = None
+
+    def compare_optimizers(self, used: OptimizerUsed) -> None:
+        """Tell the others this member's optimizer, and log a warning if another member has another one. Two small
+        calls. If they fail, nothing is compared.
+        """
+        self.optimizer = used
+        try:
+            optimizers.write(self.table, self.member.row, used)
+            rows = self.table.read()
+        except Error as error:
+            _log.debug("training %r: optimizers are not compared: %s", self.name, error)
+            return
+        differing = optimizers.differing(rows, self.member.row, [1 + slot for slot in self.live(rows)])
+        if differing:
+            _log.warning("training %r: %s", self.name, differing)
 
     def leave(self) -> None:
         """Free the slot, wake the members that wait, and delete the buffers that are not needed any more.

@@ -50,7 +50,9 @@ SAMPLES_BEFORE = 15  # samples of earlier members in this slot
 STATS_END = 16
 HOST = 16  # to 23: the host's name in UTF-8, zero-padded
 HOST_END = 24
-EXTRA = 24  # 24 to 30 belong to the scheme
+EXTRA = 24  # 24 and 25 belong to the scheme
+RULE = 26  # to 28: the name of the optimizer's class in UTF-8, zero-padded; 0: not said
+RATE = 29  # bits of a float64: the optimizer's learning rate
 RANKS = 31  # processes that are this member together (0 or 1: one); each except the speaker holds a lock (members.py)
 EXTRA_END = 32
 

@@ -53,6 +53,10 @@ class MembershipLostError(Error):
     """
 
 
+class NoSlotError(OutOfMemoryError):
+    """All slots of a training are taken. A slot is free again when a member leaves, or a dead member's lease ends."""
+
+
 class Member:
     """This process's slot. Its statistics are kept here and written to the table by `report`."""
 
@@ -215,7 +219,7 @@ def admit(
             return member
         with contextlib.suppress(LockLostError):
             lock.release()
-    raise OutOfMemoryError(
+    raise NoSlotError(
         f"join of training {group!r}: all of its {t.SLOTS} slots are taken; try again when a member has left"
     )
 

@@ -60,11 +60,14 @@ class Progress:
     - `steps`: optimizer steps of a member that was there from the start. A member that joins late begins where the
       others are.
     - `samples`: the samples of all members, including members that have left.
+    - `lost_steps`: steps of this process that are not in the shared model, because its lease ended before they were
+      sent, as when its computer slept.
     """
 
     steps: int
     samples: int
     round: int
+    lost_steps: int = 0
 
 
 def progress_of(rows: t.Rows) -> Progress:

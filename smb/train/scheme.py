@@ -102,9 +102,12 @@ class Exchange(ABC):
         """Flush, and remove this worker's traces. Afterwards the Worker frees its slot."""
         self.flush()
 
-    def abandon(self) -> None:
-        """End after a lost membership: work in progress no longer counts, and must not change `values`."""
-        return
+    def abandon(self) -> int:
+        """End after a lost membership: work in progress no longer counts, and must not change `values`.
+
+        Returns the number of local steps that are lost, as far as the scheme counts them; a second call returns 0.
+        """
+        return 0
 
 
 class Footprint(NamedTuple):

@@ -54,6 +54,8 @@ class Steps:
         self._exchanged = exchanged
         self.away = False  # joining again has begun and is not done
         self.unsent = 0  # local steps that the last contribute_rest() could not send
+        self.lost_steps = 0  # of all losses of the membership
+        self._lost_now = 0  # since the membership was lost, until this worker is back
         self._seated = False  # `away`, but this worker has a slot again
         self._job: _Job | None = None  # a step in the background
         self._failed = False  # the last background step failed, and may have left something unsent
@@ -236,8 +238,10 @@ class Steps:
         self._rejoin()
 
     def _rejoin(self) -> None:
-        self.exchange.abandon()
-        self._back(self._group.rejoin)
+        self._lost_now += self.exchange.abandon()
+        self._back(lambda: self._group.rejoin(self._lost_now))
+        self.lost_steps += self._lost_now
+        self._lost_now = 0
 
     def _back(self, join: Callable[[], None]) -> None:
         self.away = True
@@ -285,6 +289,7 @@ class Steps:
         if isinstance(error, MembershipLostError):
             if self.exchange.EACH_STEP and self._group.member.get(t.CONTRIBUTIONS) == job.contributions:
                 self._group.member.add(t.DROPPED, 1)
+                self._lost_now += 1
             self._lost_it(error)
         elif isinstance(error, RefusedContributionError):
             self._refusal = error

@@ -14,6 +14,7 @@ from smb.buffer import Buffer
 from smb.client import Client
 from smb.errors import AlreadyExistsError
 from smb.train import member_table as t
+from smb.train.attempts import until_joined
 from smb.train.group import Group, check_placement, clear, enter
 from smb.train.guards import Guards
 from smb.train.membership import Membership
@@ -50,8 +51,9 @@ def join(
     Client.create. For later workers the present shared model is written into `values`; None adopts the group's setting.
     fresh=True begins anew: it deletes a training of this name in which nobody is alive, with its model.
 
-    Blocks for a few calls, and does not hold up workers that train. Logs the join (smb.train, INFO), to standard error
-    unless the program has set up logging.
+    Blocks for a few calls, and does not hold up workers that train. If the cluster can't take it now, or all 48 slots
+    are taken, it tries again for up to the client's timeout, which is logged. Logs the join (smb.train, INFO), to
+    standard error unless the program has set up logging.
 
     Raises AlreadyExistsError with fresh=True if other workers of the training are alive, InvalidArgumentError if the
     settings differ from the group's (the error says which), NotFoundError if there is no group and no scheme was given,
@@ -60,6 +62,23 @@ def join(
     """
     check_placement(f"join of training {name!r}", placement)
     parameters = ArrayParameters(values, f"join of training {name!r}")
+    return until_joined(
+        client, lambda: _joined(client, name, parameters, scheme, guards, lease, fresh=fresh, **placement)
+    )
+
+
+def _joined(
+    client: Client,
+    name: str,
+    parameters: Parameters,
+    scheme: Scheme | None,
+    guards: Guards | None,
+    lease: float | None,
+    *,
+    fresh: bool,
+    **placement: Any,
+) -> Worker:
+    """As join, with one attempt."""
     if fresh:
         clear(client, name, parameters, scheme, lease, placement.get("replicas"))
     worker = take_part(client, name, parameters, scheme, guards, lease, **placement)
@@ -162,7 +181,8 @@ class Worker:
     def progress(self) -> Progress:
         """The group's steps and samples so far. One small read."""
         found = progress_of(self._looking.read())
-        return dataclasses.replace(found, steps=max(found.steps, self.group.member.get(t.STEPS)))
+        steps = max(found.steps, self.group.member.get(t.STEPS))
+        return dataclasses.replace(found, steps=steps, lost_steps=self._steps.lost_steps)
 
     def on_exchange(self, listener: Callable[[ExchangeEvent], object]) -> None:
         """Call `listener` after each exchange of this worker, in the thread that steps. Each exchange then takes one
@@ -206,7 +226,7 @@ class Worker:
         close() succeeds then.
 
         A worker that was stopped for longer than its lease joins again by itself: its values are the shared model's,
-        and what it had not sent is dropped, counted and logged.
+        and what it had not sent is dropped, counted and logged (Progress.lost_steps).
 
         ```python
         with smb.train.join(client, "run", values) as worker:

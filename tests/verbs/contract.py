@@ -258,5 +258,6 @@ LEFT_OUT = {
     "train/test_vllm.py": "no engine of vLLM knows a transport",
     "train/test_vllm_engines.py": "no engine of vLLM knows a transport",
     "train/test_vllm_wheels.py": "no engine of vLLM knows a transport",
+    "train/test_who_is_warned.py": _TRAINING,
     "train/test_work_units.py": _TRAINING,
 }

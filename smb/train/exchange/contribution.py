@@ -22,7 +22,7 @@ class Contribution:
     sent: whether it is in the inbox and not yet settled. origin: the round whose weights its delta starts from. target:
     the round that it is marked for. tokens: its weight before staleness reduces it; 0 if it was refused or is empty, so
     that nobody waits for it and it counts for nothing. refusal: the guard's error that is not raised yet. late_counts:
-    whether a contribution that was too late for its round may be marked again for a later one.
+    whether a contribution that was too late for its round may be marked again for a later one. steps: its local steps.
     """
 
     def __init__(self, group: Group, *, late_counts: bool) -> None:
@@ -32,6 +32,7 @@ class Contribution:
         self.tokens = 0.0
         self.origin = 0
         self.target = 0
+        self.steps = 0
         self.refusal: RefusedContributionError | None = None
         self._group = group
         self._weight_word = group.table.get(group.member.row, t.WEIGHT)  # by the buffer's handle, not by its name
@@ -108,14 +109,18 @@ class Contribution:
         if refusal is not None:
             raise refusal
 
-    def abandon(self) -> None:
-        """Count the contribution as dropped if it did not count before this member lost its lease."""
+    def abandon(self) -> int:
+        """Count the contribution as dropped if it did not count before this member lost its lease. Returns the number
+        of local steps that are lost with it.
+        """
         sent, self.sent = self.sent, False
         try:
-            if sent and self.counted_at_last(self._group.table.read()) is False:
-                drop(self._group, "a contribution that was in no round, as far as is known, when it lost its lease")
+            if not sent or self.counted_at_last(self._group.table.read()) is not False:
+                return 0
+            drop(self._group, "a contribution that was in no round, as far as is known, when it lost its lease")
         except Error as error:
             drop(self._group, f"a contribution; it is unknown whether it is in a round: {error}")
+        return self.steps
 
 
 def drop(group: Group, what: str) -> None:

@@ -243,15 +243,16 @@ class RoundExchange(Exchange):
             group.report()
         group.unneeded += self._closer.leave()
 
-    def abandon(self) -> None:
+    def abandon(self) -> int:
         """Count what is lost with the membership. A contribution that is marked for the open
         round still counts there.
         """
-        if not self._owing and (self._steps or self._kept):
+        lost = 0 if self._owing else self._steps + self._kept
+        if lost:
             drop(self._group, "the local steps that it had not sent when it lost its lease")
         self._steps = self._samples = self._kept = 0
         self._owing = False
-        self._contribution.abandon()
+        return lost + self._contribution.abandon()
 
     def _send(self) -> None:
         """Write the delta into the inbox. A refused delta has no weight, so that the others need not wait for it."""
@@ -263,6 +264,7 @@ class RoundExchange(Exchange):
         contribution.tokens = (
             float(self._samples) if scheme.token_weights else min(1.0, (self._steps + self._kept) / self._interval)
         )
+        contribution.steps = self._steps + self._kept
         group.member.check()
         norm = self.mover.write(self._inbox)
         # The target is chosen after the write, which may take as long as many rounds.
@@ -279,7 +281,7 @@ class RoundExchange(Exchange):
         """Mark the round without a weight, so that the others need not wait for this member."""
         contribution = self._contribution
         contribution.origin = contribution.target = self._base_round
-        contribution.tokens = 0.0
+        contribution.tokens, contribution.steps = 0.0, 0
         contribution.sent = self._owing = True
 
     def _finish(self) -> None:

@@ -126,13 +126,19 @@ class FragmentExchange(RoundExchange):
         finally:
             super().close()
 
-    def abandon(self) -> None:
-        """Wait until the thread has ended: it must not act for the member's successor."""
+    def abandon(self) -> int:
+        """Wait until the thread has ended: it must not act for the member's successor. Returns the number of lost steps
+        of the fragment that lost most.
+        """
         self._halt()
         job, self._job = self._job, None
+        lost = self._steps - min(self._sent_at)
+        self._sent_at = [self._steps] * len(self._movers)
+        unsent = 0
         if job is not None and not self._put and self._contribution.tokens:
             drop(self._group, "a fragment's contribution that it had not sent when it lost its lease")
-        self._contribution.abandon()
+            unsent = self._contribution.steps
+        return max(lost, unsent, self._contribution.abandon())
 
     def _begin(self) -> None:
         """Compute the delta of the fragment whose turn it is, and begin to send it. A refused delta has no weight, so
@@ -159,6 +165,7 @@ class FragmentExchange(RoundExchange):
             contribution.refusal, contribution.tokens = error, 0.0
             self._take_at = self._steps
         self._exchanges += 1
+        contribution.steps = self._steps - self._sent_at[self._index]
         self._sent_at[self._index] = self._steps
         self._put, self._read = False, []
         self._job = _Background(self._exchange_fragment)

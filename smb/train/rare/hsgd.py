@@ -170,13 +170,15 @@ class HostExchange(Exchange):
         finally:
             self._host.leave()
 
-    def abandon(self) -> None:
-        """Leave the host's group, if this worker is still in it."""
+    def abandon(self) -> int:
+        """Leave the host's group, if this worker is still in it. Counts the steps that are in no round of the host."""
+        lost = 0
         if self._elastic is not None:
             self._elastic.abandon()
         with contextlib.suppress(Error):
-            self._inner.abandon()
+            lost = self._inner.abandon()
             self._host.leave()
+        return lost
 
     # ---- the exchange
 

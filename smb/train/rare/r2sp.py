@@ -196,9 +196,10 @@ class RoundRobin(Exchange):
         finally:
             self._passer.close()
 
-    def abandon(self) -> None:
+    def abandon(self) -> int:
         """End without passing the turn on: the others have skipped this worker."""
         self._passer.close()
+        return 0
 
     # ---- turns
 
