@@ -359,7 +359,8 @@ class Home:
             if reply is not None:
                 return reply
             self._client.check_open()
-            if wait is None or wait > cancellation.TURN_S:  # otherwise it ends by itself
+            # A turn ends by itself, but not without a connection. What is answered at once is not left half done.
+            if wait is None or wait > cancellation.TURN_S or (wait > 0 and not pending.link.connected()):
                 cancellation.check()
             now = time.monotonic()
             if pending.link.connected():

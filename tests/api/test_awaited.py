@@ -278,3 +278,27 @@ def test_data_that_moves_is_moved_to_the_end(client: smb.Client) -> None:
         assert (buffer.read() == 1).all()
 
     run(main())
+
+
+# More than 5 s: a cluster of its own is started, and its server killed.
+def test_a_wait_for_a_server_that_is_away_is_cancelled() -> None:
+    """The task does not wait for the server for as long as the client would."""
+    with (
+        smb.LocalCluster(servers=1, capacity="16MiB") as own,
+        smb.connect(own.address, timeout=10 * DEADLINE_S) as client,
+    ):
+        held = client.lock("away", ttl=10 * DEADLINE_S).acquire()
+
+        async def want() -> None:
+            async with client.lock("away", ttl=60):
+                raise AssertionError("it is held")
+
+        async def main() -> None:
+            wants = asyncio.create_task(want())
+            await until(lambda: waiting(own) == 1, "it to wait")
+            own.servers[0].kill()
+            await cancelled(wants)
+
+        run(main())
+        own.servers[0].start()
+        held.release()
