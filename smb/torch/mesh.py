@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 import smb.train
 from smb.errors import Error, InvalidArgumentError
+from smb.html_tables import described
 from smb.torch.batches import Batches
 from smb.torch.mesh_rank import MeshRank
 from smb.torch.model_tensors import ModelCheck, Parts, Statistics, parts_of
@@ -278,6 +279,11 @@ class MeshShared(Shared):
 
     def __repr__(self) -> str:
         return f"<smb.torch.MeshShared of training {self._name!r}, rank {self._ranks.rank} of {self._ranks.count}>"
+
+    def _repr_html_(self) -> str:
+        rank = f"{self._ranks.rank} of {self._ranks.count}"
+        state = "trains" if self._open else "closed"
+        return described("MeshShared", {"training": self._name, "rank": rank, "state": state})
 
     @property
     def scheme(self) -> smb.train.Scheme:

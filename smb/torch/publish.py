@@ -23,8 +23,10 @@ import torch
 import smb
 from smb.call.published_states import PUBLISHER, READER
 from smb.config.cancellation import to_thread
+from smb.config.parse import format_bytes
 from smb.engine import memory_at
 from smb.errors import AlreadyExistsError, Error, InvalidArgumentError, NotFoundError
+from smb.html_tables import described
 from smb.pins import PIN_S_MAX, Pin
 from smb.published import ABOUT, LOG_FORMAT
 from smb.relay.reader_source import Nearest
@@ -101,6 +103,18 @@ class _WholeWriter:
                 turn.give_up()
                 raise
             return turn.commit()
+
+
+def _generations(last: int) -> str:
+    return f"generation {last}" if last else "no generation yet"
+
+
+def _state_row(buffer: Buffer) -> dict[str, object]:
+    """Return what a notebook's table says of a published state. Asks no server."""
+    info = buffer.info
+    size = format_bytes(sum(tensor.nbytes for tensor in buffer.table.values()))
+    servers = dict.fromkeys(segment.server for segment in info.layout.segments)
+    return {"tensors": len(buffer.table), "size": size, "versions": info.versions, "servers": ", ".join(servers)}
 
 
 class Publisher:
@@ -197,6 +211,17 @@ class Publisher:
             self._find()
         else:
             self._make(tensors)
+
+    def __repr__(self) -> str:
+        return f"<smb.torch.Publisher of {self._name!r}, {_generations(self._last)}>"
+
+    def _repr_html_(self) -> str:
+        rows: dict[str, object] = {"name": self._name, "generation": self._last or "none yet"}
+        if self._buffer is not None:
+            rows |= _state_row(self._buffer)
+        if self._deltas:
+            rows["deltas"] = f"a whole state every {self._deltas}th time"
+        return described("Publisher", rows)
 
     def _find(self) -> bool:
         """Return True if a state of that name exists, from now on or before: this Publisher publishes it."""
@@ -510,6 +535,13 @@ class Follower:
         if deltas:
             self._reader = DeltaReader(client, buffer, self._nearest, self._memory, deltas, max(timeout, 10.0))
         session_of(client).published.add(self)
+
+    def __repr__(self) -> str:
+        return f"<smb.torch.Follower of {self.buffer.name!r}, {_generations(self.generation)}>"
+
+    def _repr_html_(self) -> str:
+        rows = {"name": self.buffer.name, "generation": self.generation or "none yet", **_state_row(self.buffer)}
+        return described("Follower", {**rows, "read from": self.source or "the state's own servers"})
 
     @property
     def last(self) -> int:

@@ -41,6 +41,7 @@ import torch
 import smb
 import smb.train
 from smb.errors import Error, InvalidArgumentError, NotFoundError
+from smb.html_tables import described
 from smb.spi import session_of
 from smb.torch.admission import TIED, ModelAdmission, table_of
 from smb.torch.batches import Batches, BatchUnits, shuffled_batches
@@ -388,10 +389,24 @@ class Shared:
 
     def __repr__(self) -> str:
         return (
-            f"<smb.torch.Shared {self._trained.size:,} parameters in training {self.worker.name!r}: "
+            f"<smb.torch.Shared {self._count():,} parameters in training {self.worker.name!r}: "
             f"{self.scheme}, {self.worker.contributions} contributions"
             f"{'' if self._open else ', closed'}>"
         )
+
+    def _count(self) -> int:
+        """Return the number of trained values, without the gaps between tensors in the shared vector."""
+        return sum(entry.count for entry in self._trained.entries)
+
+    def _repr_html_(self) -> str:
+        row = {
+            "training": self.worker.name,
+            "parameters": f"{self._count():,}",
+            "scheme": self.scheme,
+            "contributions": self.worker.contributions,
+            "state": "trains" if self._open else "closed",
+        }
+        return described("Shared", row)
 
     def __enter__(self) -> Shared:
         return self

@@ -257,3 +257,39 @@ def test_a_trainer_that_is_killed_comes_back(cluster: smb.LocalCluster, connect:
     assert not failures
     follower = smb.torch.follow(client, "w")
     assert value_of(follower.state_dict()) == follower.generation >= last
+
+
+def test_notebooks_show_publishers_followers_and_trainings(connect: Connect) -> None:
+    """repr() and the tables of notebooks name the state or the training, and what is there; they ask no server."""
+    client, model = connect(), torch.nn.Linear(100, 10)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    late = smb.torch.Publisher(client, "late")
+    publisher = smb.torch.Publisher(client, "policy", model, deltas=16)
+    follower = smb.torch.follow(client, "policy")
+    assert repr(publisher) == "<smb.torch.Publisher of 'policy', no generation yet>"
+    assert repr(follower) == "<smb.torch.Follower of 'policy', no generation yet>"
+    publisher.publish()
+    follower.load(model)
+    assert repr(publisher) == "<smb.torch.Publisher of 'policy', generation 1>"
+    assert repr(follower) == "<smb.torch.Follower of 'policy', generation 1>"
+    with smb.torch.join(model, optimizer, "run", scheme="asp", client=client) as shared:
+        tables = [thing._repr_html_() for thing in (late, publisher, follower, shared)]
+    closed = shared._repr_html_()
+    client.close()
+    assert [repr(thing) for thing in (publisher, follower)] == [
+        f"<smb.torch.{kind} of 'policy', generation 1>" for kind in ("Publisher", "Follower")
+    ]
+    assert publisher._repr_html_() == tables[1]
+    for table, shown in zip(
+        [*tables, closed],
+        (
+            ["<caption>Publisher<", "<td>late</td>", "none yet"],
+            ["<td>policy</td>", "<th>generation</th><td>1</td>", "<th>tensors</th><td>2</td>", "3.9 KiB", "16th time"],
+            ["<caption>Follower<", "<td>1</td>", "server-", "the state&#x27;s own servers"],
+            ["<caption>Shared<", "<td>run</td>", "1,010", "ASP()", "trains"],
+            ["<caption>Shared<", "closed"],
+        ),
+        strict=True,
+    ):
+        assert table.startswith("<table>")
+        assert [part for part in shown if part not in table] == []
