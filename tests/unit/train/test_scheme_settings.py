@@ -82,3 +82,14 @@ def test_the_document_tells_them() -> None:
         told |= {field.name for field in dataclasses.fields(scheme)}
     meanings = text.split("| setting | meaning |")[1].split("\n\n")[0]
     assert set(re.findall(r"^\| `(\w+)` \|", meanings, re.MULTILINE)) == told
+
+
+def test_the_taxonomy_has_every_scheme() -> None:
+    """docs/schemes.md says of each scheme who waits, as its traits do: in rounds it is synchronous."""
+    text = (Path(__file__).parents[3] / "docs" / "schemes.md").read_text()
+    table = text.split("### The schemes in the taxonomy")[1].split("### ")[0]
+    rows = [re.split(r" *\| *", line)[1:-1] for line in table.splitlines() if line.startswith("| `")]
+    schedules = {name: row[2] for row in rows for name in re.findall(r"`(\w+)", row[0])}
+    assert schedules.keys() == {scheme.__name__ for scheme in SCHEMES}
+    for scheme in SCHEMES:
+        assert schedules[scheme.__name__].startswith("synchronous") == (scheme.WAITS or scheme is HSGD), scheme
