@@ -8,11 +8,11 @@ S bytes over a link of bandwidth W: BSP C + 2 N S/W, R2SP max(C + 2 S/W, N S/W).
 from __future__ import annotations
 
 import itertools
-import math
 import os
 import statistics
 import tempfile
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -76,10 +76,21 @@ class Run:
 
     def reached_s(self, loss: float) -> float | None:
         """When the mean of three losses in a row was there first; None: never."""
-        for at in range(2, len(self.losses)):
-            if statistics.fmean(self.losses[at - 2 : at + 1]) <= loss:
-                return self.times_s[at]
-        return None
+        times = zip(self.times_s[2:], self._means(), strict=True)
+        return next((time_s for time_s, mean in times if mean <= loss), None)
+
+    @property
+    def least_loss(self) -> float:
+        """The least mean of three losses in a row."""
+        return min(self._means())
+
+    def _means(self) -> list[float]:
+        return [statistics.fmean(self.losses[at - 2 : at + 1]) for at in range(2, len(self.losses))]
+
+
+def common_loss(runs: Iterable[Run]) -> float:
+    """The loss to which runs are timed: TARGET, or, where one of them stopped before that, what all of them reached."""
+    return max(TARGET, *(run.least_loss for run in runs))
 
 
 _SCHEMES = (
@@ -116,18 +127,17 @@ def how_even(quick: bool) -> Answer:
                 found = [_run(workers, case, seed, send_s, STEPS // 4 if quick else STEPS) for case in chosen]
                 for case, run in zip(chosen, found, strict=True):
                     runs.setdefault((point, case.title), (case, []))[1].append(run)
-                    told = (
-                        f"{1e3 * run.iteration_s:.0f} ms, loss {TARGET} after {run.reached_s(TARGET) or math.nan:.1f} s"
-                    )
-                    print(
-                        f"{point}, {case.title}, {seed}: {told}; {run.losses[-1]:.3f}, {run.accuracy:.3f}", flush=True
-                    )
-    rows = [_row(case, found, send_s) for case, found in runs.values()]
+                    told = f"{1e3 * run.iteration_s:.0f} ms, loss {run.losses[-1]:.3f} after {run.times_s[-1]:.1f} s"
+                    print(f"{point}, {case.title}, {seed}: {told}, accuracy {run.accuracy:.3f}", flush=True)
+    goals = {
+        point: common_loss(run for case, found in runs.values() if case.point == point for run in found)
+        for point in dict.fromkeys(case.point for case, _ in runs.values())
+    }
+    rows = [_row(case, found, send_s, goals[case.point]) for case, found in runs.values()]
     for row in rows:
         bsp = next(r for r in rows if (r["point"], r["scheme"]) == (row["point"], "BSP"))
         row["iterations_bsp"] = bsp["iteration_ms"] / row["iteration_ms"]
-        if "reached_s" in row and "reached_s" in bsp:
-            row["times_bsp"] = row["reached_s"] / bsp["reached_s"]
+        row["times_bsp"] = row["reached_s"] / bsp["reached_s"]
     return Answer(
         name="r2sp",
         title="R2SP beside BSP, ASP and SSP: gaps between updates, and time to a loss",
@@ -142,7 +152,8 @@ def how_even(quick: bool) -> Answer:
             Column("gap_sd_ms", "its standard deviation", "{:.1f}"),
             Column("staleness", "staleness: mean", "{:.2f}"),
             Column("staleness_max", "max"),
-            Column("reached_s", f"loss {TARGET} after, s", "{:.1f}"),
+            Column("loss", "loss", "{:.3g}"),
+            Column("reached_s", "reached after, s", "{:.1f}"),
             Column("times_bsp", "times BSP's", "{:.2f}"),
             Column("accuracy", "test accuracy", "{:.3f}"),
             Column("batches", "batches"),
@@ -193,7 +204,7 @@ def _run(workers: list[Process], case: Case, seed: int, send_s: float, steps: in
     )
 
 
-def _row(case: Case, runs: list[Run], send_s: float) -> dict[str, Any]:
+def _row(case: Case, runs: list[Run], send_s: float, goal: float) -> dict[str, Any]:
     compute_s = case.ratio * WORKERS * send_s
     slowest_s = compute_s * (len(SPEEDS) / sum(SPEEDS) if case.title == ADAPTIVE else max(case.slowness))
     gaps, staleness = ([value for run in runs for value in values(run)] for values in (_gaps, _staleness))
@@ -215,11 +226,8 @@ def _row(case: Case, runs: list[Run], send_s: float) -> dict[str, Any]:
         row["predicted_ms"] = 1e3 * (slowest_s + 2 * WORKERS * send_s)
     if case.scheme == "r2sp":
         row["predicted_ms"] = 1e3 * max(slowest_s + 2 * send_s, WORKERS * send_s)
-    reached = [run.reached_s(TARGET) for run in runs]
-    times = [time_s for time_s in reached if time_s is not None]
-    if len(times) == len(reached):
-        row["reached_s"] = statistics.median(times)
-    return row
+    times = [time_s for run in runs if (time_s := run.reached_s(goal)) is not None]  # all: goal is common
+    return row | {"loss": goal, "reached_s": statistics.median(times)}
 
 
 def _gaps(run: Run) -> list[float]:
@@ -243,9 +251,10 @@ def _setup(link: float, send_s: float) -> str:
             f"Unequal: workers of speeds {speeds}, computing as at the balance for the fastest. Local steps of rate",
             f"{LR}; BSP, which takes the mean of what the others add up, {LR * WORKERS:g}: the same for each sample.",
             f"At the balance the median of {len(SEEDS)} runs with other models and samples, elsewhere one run; the",
-            "loss is over all training digits, mean of three steps. A gap is between the ends of two exchanges of any",
-            f"workers; gaps and staleness after {WARMUP} steps and while all are at work. Model: BSP C + 2 N S/W,",
-            "R2SP max(C + 2 S/W, N S/W), C the slowest worker's.",
+            f"loss is over all training digits, mean of three steps, and the time is that to {TARGET}, or where a run",
+            "stopped before it, to the least loss that all runs of the point reached. A gap is between the ends of two",
+            f"exchanges of any workers; gaps and staleness after {WARMUP} steps and while all are at work. Model:",
+            "BSP C + 2 N S/W, R2SP max(C + 2 S/W, N S/W), C the slowest worker's.",
         )
     )
 
@@ -255,7 +264,7 @@ def _limit(rows: list[dict[str, Any]]) -> str:
         return next((r for r in rows if (r["point"], r["scheme"]) == (point, scheme)), {})
 
     def times(point: str, scheme: str) -> str:
-        return f"{row(point, scheme).get('times_bsp', math.nan):.2f}"
+        return f"{row(point, scheme)['times_bsp']:.2f}"
 
     ssp, balance, network = f"SSP({SSP_BOUND})", row(BALANCE, "R2SP"), row("network-bound", "R2SP")
     text = (

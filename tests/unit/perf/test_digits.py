@@ -7,7 +7,7 @@ import pytest
 
 from perf.training.digits import SIZE, Network, initial_values
 from perf.training.divided import reached
-from perf.training.r2sp import CASES, Run
+from perf.training.r2sp import CASES, TARGET, Run, common_loss
 
 
 def test_the_gradient_is_the_losss() -> None:
@@ -43,6 +43,19 @@ def test_a_loss_is_reached_by_three_in_a_row() -> None:
     run = Run(0.1, [], [], [1.0, 2.0, 3.0, 4.0, 5.0], [0.9, 0.1, 0.5, 0.1, 0.1], 0.9, [])
     assert run.reached_s(0.3) == 4.0  # the mean of three; one that is low by chance does not count
     assert run.reached_s(0.05) is None
+
+
+def test_short_runs_are_timed_to_a_loss_that_all_of_them_reach() -> None:
+    """A ratio of times has a value for every run, however few steps it had (`--quick` printed nan)."""
+    runs = [
+        Run(0.1, [], [], [1.0, 2.0, 3.0, 4.0], losses, 0.9, [])
+        for losses in ([2.2, 1.1, 0.9, 1.0], [2.0, 1.9, 1.8, 1.7], [2.0, 0.4, 0.1, 0.01])
+    ]
+    loss = common_loss(runs)
+    assert loss == pytest.approx(1.8)
+    assert [run.reached_s(loss) for run in runs] == [3.0, 4.0, 3.0]
+    assert common_loss(runs[2:]) == pytest.approx(0.17)
+    assert common_loss([Run(0.1, [], [], [1.0] * 3, [0.01] * 3, 0.9, [])]) == TARGET
 
 
 def test_the_step_for_each_sample_is_the_same() -> None:
