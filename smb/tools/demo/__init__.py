@@ -1,4 +1,5 @@
-"""The room of `smb demo`: processes that share one buffer learn to read digits; one joins late and one is killed.
+"""The room of `smb demo`: processes that have digits of their own learn together; one joins late and one is killed.
+Then a reader follows a model that a trainer publishes.
 
 It uses only what users import, smb and smb.train; the command smb/tools/cli/demo.py imports it. Its extra is `demo`.
 """

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from smb.errors import InvalidArgumentError
+from smb.tools.demo.digits import TRAIN_COUNT
 from smb.tools.demo.recipes import Recipe, recipe
 from smb.train import scheme_of
 
@@ -27,11 +28,13 @@ class DemoConfig:
     """One run of the demo. The defaults take less than a minute on two cores; `short()` is for tests.
 
     `scheme` is the name of one of smb.train's schemes; `options` override the demo's settings of it (recipes.py).
-    `hidden` is the size of the network's largest layer (2000: a million parameters). `rate` is a factor of the learning
-    rate; it is so small that the network learns until the end, and a worker's death shows in the curve. `epochs` counts
-    passes over the training digits, all workers together. `kill_at` and `join_at` are the fractions (0 to 1) of them
-    after which one worker is killed and another one joins. One process alone then trains the same number of samples,
-    unless `compare` is False. `plot` is the picture's path, or None.
+    `digits` is the number of training digits that each worker has and no other one; `workers` and one more, which joins
+    late, have their own, out of TRAIN_COUNT. `hidden` is the size of the network's largest layer (512: 272,586
+    parameters). `rate` is a factor of the learning rate. `epochs` counts passes over all these digits, all workers
+    together. `kill_at` and `join_at` are the fractions (0 to 1) of them after which one worker is killed and another
+    one joins. Unless `compare` is False, one process alone then trains the same number of samples with its own digits,
+    and another one with everybody's: this one publishes its model, and a reader follows. `plot` is the picture's path,
+    or None.
 
     Raises InvalidArgumentError for invalid values, and names the valid ones.
     """
@@ -40,12 +43,13 @@ class DemoConfig:
     transport: str = "auto"
     workers: int = 4
     servers: int = 2
-    epochs: float = 20.0
-    hidden: int = 2000
-    rate: float = 0.7
+    digits: int = 40
+    epochs: float = 200.0
+    hidden: int = 512
+    rate: float = 1.0
     seed: int = 0
     batch_size: int = 32
-    target: float = 0.95
+    target: float = 0.85
     kill_at: float = 0.2
     join_at: float = 0.32
     compare: bool = True
@@ -59,9 +63,14 @@ class DemoConfig:
             raise InvalidArgumentError(
                 f"workers must be at least 2, since the demo kills one of them, not {self.workers}"
             )
-        for name in ("servers", "epochs", "hidden", "rate", "batch_size"):
+        for name in ("servers", "digits", "epochs", "hidden", "rate", "batch_size"):
             if getattr(self, name) <= 0:
                 raise InvalidArgumentError(f"{name} must be more than 0, not {getattr(self, name)}")
+        if self.all_digits > TRAIN_COUNT:
+            raise InvalidArgumentError(
+                f"{self.workers} workers and one that joins late can have {TRAIN_COUNT // (self.workers + 1)} digits "
+                f"each, of {TRAIN_COUNT}, not {self.digits}"
+            )
         for name in ("target", "kill_at", "join_at"):
             if not 0.0 <= getattr(self, name) <= 1.0:
                 raise InvalidArgumentError(f"{name} must be between 0 and 1, not {getattr(self, name)}")
@@ -71,7 +80,14 @@ class DemoConfig:
     def short(cls, scheme: str = "seasgd", *, transport: str = "auto", seed: int = 0) -> DemoConfig:
         """Return a run of a few seconds that still learns, dies and joins: two workers, no comparison, no plot."""
         small: dict[str, Any] = {"hidden": SHORT_HIDDEN, "rate": SHORT_RATE, "kill_at": 0.5, "join_at": 0.6}
-        return cls(scheme, transport, workers=2, epochs=20.0, seed=seed, target=0.90, compare=False, **small)
+        return cls(
+            scheme, transport, workers=2, digits=400, epochs=24.0, seed=seed, target=0.90, compare=False, **small
+        )
+
+    @property
+    def all_digits(self) -> int:
+        """The number of digits that all workers have, the late one included."""
+        return self.digits * (self.workers + 1)
 
     @property
     def recipe(self) -> Recipe:
@@ -88,13 +104,15 @@ class DemoConfig:
 class WorkerTask:
     """Settings of one training process. Sent as JSON on its command line.
 
-    With `coordinator` None the process trains alone and shares nothing. `samples` counts the samples of all workers
-    together. `learning_rate` is a factor of the trainer's. `host` is the name of the host to pretend to be on ("": the
-    real one). Once `waits_from` samples are claimed, the process waits to be killed: a short training could be over
-    before the parent looks.
+    `work` is what it does: "share", "alone" (shares nothing), "publish" (trains alone and publishes its model under
+    `group`) or "read" (follows that). `digits` is the file with the digits that it trains and tests with. `samples`
+    counts the samples of all workers together. `learning_rate` is a factor of the trainer's. `host` is the name of the
+    host to pretend to be on ("": the real one). Once `waits_from` samples are claimed, the process waits to be killed:
+    a short training could be over before the parent looks.
     """
 
     name: str
+    work: str
     digits: str
     network_seed: int
     order_seed: int

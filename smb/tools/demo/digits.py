@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 IMAGE_SIDE = 8
 CLASS_COUNT = 10
 TEST_SHARE = 0.2
+TRAIN_COUNT = 1437
 # The split is part of the task, so it does not depend on the run's seed.
 SPLIT_SEED = 1797
 
@@ -27,6 +28,10 @@ class Digits:
     def save(self, path: Path) -> None:
         """Write all four arrays to one .npz file, so that workers need no scikit-learn."""
         np.savez(path, a=self.train_images, b=self.train_labels, c=self.test_images, d=self.test_labels)
+
+    def some(self, rows: NDArray[np.int64]) -> Digits:
+        """Return these rows of the training digits, and all test digits."""
+        return replace(self, train_images=self.train_images[rows], train_labels=self.train_labels[rows])
 
     @classmethod
     def load(cls, path: Path) -> Digits:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from smb.tools.demo.fleet import DemoWorker
     from smb.tools.demo.run import DemoView
 
-LINE_INTERVAL_SECONDS = 2.0
+LINE_INTERVAL_SECONDS = 1.0
 REFRESH_INTERVAL_SECONDS = 0.2
 _STATUS_STYLES = {"working": "green", "done": "bold green", "killed": "bold red", "failed": "bold red"}
 
@@ -47,6 +47,8 @@ class _Lines:
         self._events = 0
 
     def __call__(self, view: DemoView) -> None:
+        if not self._phase:
+            self._print(_page(view))
         if view.phase != self._phase:
             self._phase, self._events, self._shown_at = view.phase, 0, time.monotonic()
             self._print(f"{view.phase} ...")
@@ -61,8 +63,14 @@ class _Lines:
         self._console.print(line, highlight=False, soft_wrap=True)
 
 
+def _page(view: DemoView) -> str:
+    return f"the cluster's page, while the demo runs: {view.page}"
+
+
 def _line(view: DemoView) -> str:
     parts = [f"{view.seconds:6.1f} s  {view.share:4.0%}", f"test accuracy {view.curve[-1].accuracy:.3f}"]
+    if view.generation:
+        parts.append(f"by the reader with generation {view.generation}")
     working = [worker for worker in view.workers if worker.status == "working"]
     if working:
         parts.append(f"{sum(worker.rate for worker in working):,.0f} samples/s by {len(working)} working")
@@ -75,6 +83,8 @@ class _Table:
         self._shown_at = 0.0
 
     def __call__(self, view: DemoView) -> None:
+        if not self._shown_at:
+            self._live.console.print(_page(view))  # stays above the table, and after it
         if time.monotonic() - self._shown_at < REFRESH_INTERVAL_SECONDS:
             return
         self._shown_at = time.monotonic()
@@ -86,6 +96,8 @@ def _render(view: DemoView) -> Group:
     head = Text.assemble(
         (f"{view.phase}", "bold"), f"   {view.seconds:.1f} s   test accuracy ", (accuracy, "bold cyan")
     )
+    if view.generation:
+        head.append(f"   generation {view.generation}")
     news = Text("   ".join(f"{event.seconds:.1f} s {event.worker} {event.what}" for event in view.events[-4:]), "dim")
     return Group(head, _bar(view.share), "", _worker_table(view.workers), "", news)
 

@@ -1,4 +1,4 @@
-"""The picture of a run: accuracy over time, the work of each worker, and the comparison with a process alone."""
+"""The picture of a run: accuracy over time, the work of each worker, and the comparison with single processes."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ Floats = NDArray[np.floating[Any]]
 
 _SHARED = "#1f6f8b"
 _ALONE = "#c8803a"
+_POOLED = "#8a8a8a"
 _KILL = "#b3272d"
 _JOIN = "#2e7d32"
 _WORKER_COLOURS = ("#1f6f8b", "#8fbcc8", "#5b9aad", "#b9d5dc", "#7ab27c", "#d9b38c", "#a08bb5", "#c9c9c9")
@@ -64,18 +65,21 @@ def _title(result: DemoResult) -> str:
     ]
     stopped = ", stopped before its end" if result.stopped else ""
     return (
-        f"{config.workers} processes train one model of {result.parameters:,} parameters, which lies on "
-        f"{config.servers} memory servers{stopped}\n{', '.join([config.scheme, *settings])}, over {transports}"
+        f"{config.workers} processes, with {config.digits} digits each that no other has, train one model of "
+        f"{result.parameters:,} parameters on {config.servers} memory servers{stopped}\n"
+        f"{', '.join([config.scheme, *settings])}, over {transports}"
     )
 
 
 def _draw_accuracy(axes: Axes, result: DemoResult) -> None:
-    _draw_curve(axes, result.curve, _SHARED, f"the model that they share: {result.accuracy:.1%}")
+    each, everybodys = result.config.digits, result.config.all_digits
+    if result.pooled_curve:
+        label = f"for comparison, one process with the {everybodys} digits of all: {result.pooled_accuracy:.1%}"
+        _draw_curve(axes, result.pooled_curve, _POOLED, label, style=":")
     if result.alone_curve:
-        _draw_curve(axes, result.alone_curve, _ALONE, f"one process alone: {result.alone_accuracy:.1%}")
-    axes.axhline(
-        result.config.target, color="0.5", linewidth=1, linestyle=":", label=f"target: {result.config.target:.0%}"
-    )
+        label = f"one process alone, with its own {each} digits: {result.alone_accuracy:.1%}"
+        _draw_curve(axes, result.alone_curve, _ALONE, label)
+    _draw_curve(axes, result.curve, _SHARED, f"the model that they share: {result.accuracy:.1%}")
     axes.set_ylim(_ACCURACY_MIN, 1.004)
     axes.set_yticks(np.arange(_ACCURACY_MIN, 1.001, 0.1))
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
@@ -85,8 +89,9 @@ def _draw_accuracy(axes: Axes, result: DemoResult) -> None:
     axes.legend(loc="lower right", frameon=False)
 
 
-def _draw_curve(axes: Axes, curve: tuple[AccuracyPoint, ...], colour: str, label: str) -> None:
-    axes.plot([p.seconds for p in curve], [p.accuracy for p in curve], color=colour, linewidth=2, label=label)
+def _draw_curve(axes: Axes, curve: tuple[AccuracyPoint, ...], colour: str, label: str, style: str = "-") -> None:
+    seconds, accuracies = [p.seconds for p in curve], [p.accuracy for p in curve]
+    axes.plot(seconds, accuracies, style, color=colour, linewidth=2, label=label)
     axes.plot(curve[-1].seconds, curve[-1].accuracy, "o", color=colour)
 
 
@@ -133,6 +138,8 @@ def _draw_comparison(speed: Axes, communication: Axes, result: DemoResult) -> No
     bars = [("shared", result.samples_per_second, _SHARED)]
     if result.alone_samples_per_second is not None:
         bars.append(("alone", result.alone_samples_per_second, _ALONE))
+    if result.pooled_samples_per_second is not None:
+        bars.append(("all digits", result.pooled_samples_per_second, _POOLED))
     drawn = speed.bar([b[0] for b in bars], [b[1] for b in bars], color=[b[2] for b in bars], width=0.6)
     speed.bar_label(drawn, [f"{b[1]:,.0f}" for b in bars], fontsize=9, padding=2)
     speed.set_title("samples/s", fontsize=10)

@@ -44,7 +44,11 @@ class WorkerResult:
 
 @dataclass(frozen=True)
 class DemoResult:
-    """Accuracies are fractions (0 to 1) of the 360 test digits; the alone_... numbers are None without compare."""
+    """Accuracies are fractions (0 to 1) of the 360 test digits.
+
+    The alone_... numbers are of the process that has one worker's digits. The pooled_... numbers are of the one that
+    has everybody's, in the generations of its model that the reader loaded. Without compare they are None.
+    """
 
     config: DemoConfig
     transports: tuple[str, ...]
@@ -60,6 +64,12 @@ class DemoResult:
     alone_seconds: float | None = None
     alone_samples: int | None = None
     alone_curve: tuple[AccuracyPoint, ...] = ()
+    pooled_accuracy: float | None = None
+    pooled_seconds: float | None = None
+    pooled_samples: int | None = None
+    pooled_curve: tuple[AccuracyPoint, ...] = ()
+    published: int | None = None
+    """Generations that the last process published; pooled_curve has a point for each that the reader loaded."""
     plot: str | None = None
     stopped: bool = False
     """Whether it was interrupted: then this is how far it came."""
@@ -82,6 +92,26 @@ class DemoResult:
         return self.alone_samples / self.alone_seconds
 
     @property
+    def pooled_samples_per_second(self) -> float | None:
+        """The rate of the process that has everybody's digits."""
+        if self.pooled_samples is None or not self.pooled_seconds:
+            return None
+        return self.pooled_samples / self.pooled_seconds
+
+    @property
+    def conclusion(self) -> str:
+        """What was compared, and when sharing does not pay: two sentences. Empty if not all was compared."""
+        if self.alone_accuracy is None or self.pooled_accuracy is None:
+            return ""
+        each, workers = self.config.digits, self.config.workers
+        return (
+            f"{workers} workers with {each} digits each that no other process had came to {self.accuracy:.1%} "
+            f"together, and one process with its own {each} alone to {self.alone_accuracy:.1%}, both with "
+            f"{self.samples:,} samples. Sharing does not pay where one process can have all the data: one with the "
+            f"{self.config.all_digits} digits of all workers came to {self.pooled_accuracy:.1%}, and exchanged nothing."
+        )
+
+    @property
     def bytes_moved(self) -> int:
         """Bytes that all workers have sent and received as contributions and models."""
         return sum(worker.bytes_moved for worker in self.workers)
@@ -99,6 +129,8 @@ class DemoResult:
             "passed": self.passed,
             "samples_per_second": self.samples_per_second,
             "alone_samples_per_second": self.alone_samples_per_second,
+            "pooled_samples_per_second": self.pooled_samples_per_second,
+            "conclusion": self.conclusion,
             "bytes_moved": self.bytes_moved,
             "communication_share": self.communication_share,
         }

@@ -67,8 +67,8 @@ class Trainer:
         return float(loss.detach())
 
     def _next_batch(self) -> tuple[torch.Tensor, torch.Tensor]:
-        if len(self._order) < self.batch_size:
-            self._order = self._random.permutation(len(self._labels))
+        while len(self._order) < self.batch_size:
+            self._order = np.concatenate([self._order, self._random.permutation(len(self._labels))])
         chosen, self._order = self._order[: self.batch_size], self._order[self.batch_size :]
         shifts = self._random.integers(len(self._images), size=self.batch_size)
         return self._images[shifts, chosen], self._labels[chosen]

@@ -16,8 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 import smb
+import smb.torch
 import smb.train
 from smb.tools.demo.config import LEASE_S, PORTION_BATCHES, WorkerTask
 from smb.tools.demo.digits import Digits
@@ -25,6 +27,7 @@ from smb.tools.demo.network import accuracy
 from smb.tools.demo.training import Trainer
 
 REPORT_INTERVAL_SECONDS = 0.25
+_READER_PATIENCE_S = 60.0  # as long as the parent's: a publication comes several times a second
 
 
 class Reporter:
@@ -106,18 +109,48 @@ def train_shared(trainer: Trainer, task: WorkerTask) -> None:
 
 
 def train_alone(trainer: Trainer, task: WorkerTask, digits: Digits) -> None:
-    """Train all samples here, in the same way but without averaging; report the test accuracy as it grows."""
+    """Train all samples here, in the same way but shared with nobody; report the test accuracy as it grows."""
 
     def accuracy_now() -> float:
         return accuracy(trainer.network, digits.test_images, digits.test_labels)
 
     reporter = Reporter(None)
-    reporter.report("joined", accuracy=accuracy_now())
+    reporter.report("joined", trained=0, accuracy=accuracy_now())
     while reporter.samples < task.samples:
         reporter.count([trainer.step(reporter.samples / task.samples)], task.batch_size)
         if reporter.due():
-            reporter.report("working", accuracy=accuracy_now())
-    reporter.report("done", accuracy=accuracy_now())
+            reporter.report("working", trained=reporter.samples, accuracy=accuracy_now())
+    reporter.report("done", trained=reporter.samples, accuracy=accuracy_now())
+
+
+def train_and_publish(trainer: Trainer, task: WorkerTask) -> None:
+    """Train all samples here; publish the model after each portion, as one generation."""
+    with smb.connect(task.coordinator, transport=task.transport) as client:
+        publisher = smb.torch.Publisher(client, task.group, trainer.network)
+        reporter = Reporter(None)
+        reporter.report("joined")
+        while reporter.samples < task.samples:
+            losses = [trainer.step(reporter.samples / task.samples) for _ in range(PORTION_BATCHES)]
+            reporter.count(losses, PORTION_BATCHES * task.batch_size)
+            publisher.publish()
+            if reporter.due():
+                reporter.report("working")
+        reporter.report("done")
+
+
+def read(network: nn.Module, task: WorkerTask, digits: Digits) -> None:
+    """Load the latest generation whenever there is a newer one, up to the last; report the test accuracy of each."""
+    portion = PORTION_BATCHES * task.batch_size
+    reporter = Reporter(None)
+    with smb.connect(task.coordinator, transport=task.transport) as client:
+        follower = smb.torch.follow(client, task.group, timeout=_READER_PATIENCE_S)
+        reporter.report("joined")
+        while follower.generation * portion < task.samples:
+            follower.wait(timeout=_READER_PATIENCE_S)
+            generation = follower.load(network)
+            known = accuracy(network, digits.test_images, digits.test_labels)
+            reporter.report("working", generation=generation, trained=generation * portion, accuracy=known)
+        reporter.report("done")
 
 
 def main(arguments: list[str]) -> int:
@@ -138,8 +171,12 @@ def main(arguments: list[str]) -> int:
     emit("ready")
     if not sys.stdin.readline():
         return 1
-    if task.coordinator is None:
+    if task.work == "alone":
         train_alone(trainer, task, digits)
+    elif task.work == "publish":
+        train_and_publish(trainer, task)
+    elif task.work == "read":
+        read(trainer.network, task, digits)
     else:
         train_shared(trainer, task)
     return 0

@@ -45,6 +45,8 @@ def test_options_take_the_place_of_the_recipes_settings() -> None:
         ("servers", 0, "must be more than 0"),
         ("epochs", 0.0, "must be more than 0"),
         ("target", 97.0, "between 0 and 1"),
+        ("digits", 0, "must be more than 0"),
+        ("digits", 288, "4 workers and one that joins late can have 287 digits each, of 1437, not 288"),
     ],
 )
 def test_values_that_cannot_be_meant_are_refused(option: str, value: object, says: str) -> None:
@@ -62,7 +64,9 @@ def test_moving_rates_of_all_workers_stay_below_one() -> None:
 
 def test_tasks_survive_their_way_to_the_process() -> None:
     """A task read from its JSON is the same task."""
-    task = WorkerTask("worker-1", "digits.npz", 1, 2, 32, 1000, coordinator="127.0.0.1:1", settings={"every": 4})
+    task = WorkerTask(
+        "worker-1", "share", "digits.npz", 1, 2, 32, 1000, coordinator="127.0.0.1:1", settings={"every": 4}
+    )
     assert WorkerTask.from_json(task.to_json()) == task
 
 

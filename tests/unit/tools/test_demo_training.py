@@ -24,6 +24,22 @@ def test_split_is_fixed_and_stratified(digits: Digits) -> None:
     assert np.array_equal(load_digits().test_images, digits.test_images)
 
 
+def test_some_digits_are_trained_and_all_are_tested(digits: Digits) -> None:
+    """A part has these rows to train with, in this order, and every digit of the test."""
+    part = digits.some(np.array([7, 3]))
+    assert np.array_equal(part.train_images, digits.train_images[[7, 3]])
+    assert np.array_equal(part.train_labels, digits.train_labels[[7, 3]])
+    assert np.array_equal(part.test_labels, digits.test_labels)
+
+
+def test_a_pass_has_every_digit_once_whatever_the_batch(digits: Digits) -> None:
+    """Five digits in batches of 32: after five batches each has been trained 32 times."""
+    trainer = Trainer(digits.some(np.arange(5)), network_seed=0, order_seed=0, batch_size=32)
+    trainer._labels = torch.arange(5)
+    drawn = torch.cat([trainer._next_batch()[1] for _ in range(5)])
+    assert torch.bincount(drawn).tolist() == [32] * 5
+
+
 def test_shifted_copies_move_by_one_pixel() -> None:
     """The nine copies are the image moved by at most one pixel, with zeros moved in, the middle one untouched."""
     image = np.arange(1, 65, dtype=np.float32).reshape(1, 8, 8)
