@@ -172,6 +172,48 @@ def test_a_stock_script_becomes_a_shared_one(cluster: smb.LocalCluster, connect:
     assert len(set(said)) == 1, said
 
 
+def test_a_gpt_is_shared_by_five_lines() -> None:
+    """gpt_shared.py's main() is gpt.py's but for five lines added, with the import, and one removed; the docstring of
+    gpt.py shows just these."""
+    texts = [(EXAMPLES / name).read_text() for name in ("gpt.py", "gpt_shared.py")]
+    mains = [text.split("def main() -> None:\n")[1].splitlines() for text in texts]
+    changes = ["+ import smb.torch", *(line for line in difflib.ndiff(*mains) if line[0] in "+-")]
+    assert sorted(line[0] for line in changes) == ["+"] * 5 + ["-"], changes
+    assert "\nimport smb.torch\n" in texts[1]
+    shown = texts[0].split('"""')[1].split("these lines:\n\n")[1].splitlines()
+    assert sorted(line[1:] for line in shown if line[0] in "+-") == sorted(line[2:] for line in changes)
+    assert all(line[1:] in mains[0] for line in shown if line.startswith(" "))
+
+
+@AT_NIGHT
+def test_a_gpt_learns_and_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+    """The plain script's loss falls; a second call begins after the last step that was saved."""
+    options = ("--evaluate", "2", "--save", "4", "--checkpoint", str(tmp_path / "gpt.pt"))
+    *looks, _ = run_example("gpt.py", "--batches", "6", *options)
+    assert [line.split()[1] for line in looks] == ["2", "4", "6"]
+    losses = [float(line.split()[-1]) for line in looks]
+    assert losses[2] < losses[0] < 5.6  # a guess at random has 5.5
+    *looks, last = run_example("gpt.py", "--batches", "8", *options)
+    assert [line.split()[1] for line in looks] == ["6", "8"]
+    assert float(last.split()[-1]) < losses[1]
+    assert [path.name for path in tmp_path.iterdir()] == ["gpt.pt"]
+
+
+@AT_NIGHT
+# More than 5 s: two processes import PyTorch and train 6.4 million parameters.
+def test_a_gpt_is_learnt_by_two_processes(cluster: smb.LocalCluster, connect: Connect) -> None:
+    """They divide the batches of one training, and end with one model."""
+    environment = os.environ | {"SMB_COORDINATOR": cluster.address, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(EXAMPLES / "gpt_shared.py"), "--batches", "8", "--steps", "4", "--every", "2"]
+    processes = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    said = [process.communicate(timeout=110)[0].splitlines()[-1] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0]
+    assert len(set(said)) == 1, said
+    assert float(said[0].split()[-1]) < 5.0
+    status = smb.train.status(connect(), "gpt")
+    assert (status.samples, status.done) == (8 * 16, True)
+
+
 @AT_NIGHT
 # More than 5 s: two launchers and four ranks import PyTorch.
 def test_torchrun_on_two_hosts(cluster: smb.LocalCluster, connect: Connect) -> None:
