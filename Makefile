@@ -38,7 +38,7 @@ endif
 endif
 endif
 
-.PHONY: simulate simulate-short demo test pytest collected packages lint types style format-c lock nightly soak nftables matrix c-test fuzz-short verbs fault long fuzz model sanitized promises spin chromium tmux prometheus etcd etcd-server fuse3 ray ray-tests vllm vllm-tests stacks stacks-tests metrics-page protocol-page perf scaling libssl systemd docs wheel wheel-test release upgrade day container-test bare install clean
+.PHONY: simulate simulate-short demo test pytest collected packages lint types style format-c lock nightly soak nftables matrix c-test fuzz-short verbs fault long fuzz model sanitized promises spin chromium tmux prometheus etcd etcd-server fuse3 ray ray-tests vllm vllm-tests stacks stacks-tests metrics-page protocol-page perf scaling libssl systemd docs wheel wheel-test release example-gpt upgrade day container-test bare install clean
 
 demo: $(VENV)/demo-installed
 	$(BIN)/smb demo $(DEMO)
@@ -296,6 +296,12 @@ perf: $(VENV)/perf-installed $(if $(LARGE),$(VENV)/perf-large-installed)
 scaling: $(VENV)/demo-installed
 	-@$(MAKE) --no-print-directory etcd-server
 	$(BIN)/python -m perf.scaling $(ARGS)
+
+# examples/gpt.py on three hosts behind 100 Mbit/s, with a kill and a late member, beside DDP over gloo and one process: loss, bytes,
+# seconds. As root, about 10 minutes; ARGS=--quick: a look. Results in perf/results/training-gpt.md.
+example-gpt: $(VENV)/demo-installed
+	-@$(PYTHON) -m tests.support.packages iproute2
+	@$(call step,$(BIN)/python -m perf.training gpt $(ARGS), the training. Again: make example-gpt)
 
 install: $(VENV)/installed
 
