@@ -298,7 +298,7 @@ scaling: $(VENV)/demo-installed
 	$(BIN)/python -m perf.scaling $(ARGS)
 
 # examples/gpt.py on three hosts behind 100 Mbit/s, with a kill and a late member, beside DDP over gloo and one process: loss, bytes,
-# seconds. As root, about 10 minutes; ARGS=--quick: a look. Results in perf/results/training-gpt.md.
+# seconds. As root; ARGS=--quick: a look, and nothing is saved. Results in perf/results/training-gpt.md.
 example-gpt: $(VENV)/demo-installed
 	-@$(PYTHON) -m tests.support.packages iproute2
 	@$(call step,$(BIN)/python -m perf.training gpt $(ARGS), the training. Again: make example-gpt)

@@ -26,7 +26,7 @@ BATCHES, QUICK = 240, 18  # of all processes together
 EVERY = 10  # steps from one exchange to the next
 EVALUATE = 5  # steps from one evaluation to the next
 KILL_AT, JOIN_AT = 0.4, 0.6  # of the steps of a member
-LIMIT_S = 3600.0  # of a case; a step takes a second on an idle core
+LIMIT_S = 3600.0  # for a process to come to a step, or to its end
 _EXAMPLES = Path(__file__).parents[2] / "examples"
 _PORT = 29541
 

@@ -119,7 +119,7 @@ def test_command_reports_and_exits_by_accuracy(
 
 
 @AT_NIGHT
-@pytest.mark.timeout(300)  # the whole demo, of 30 s on two idle cores
+@pytest.mark.timeout(300)  # the whole demo, which trains three times
 def test_sharing_ends_above_a_process_with_its_own_digits_alone() -> None:
     """As the picture shows. The difference was larger than the spread of 5 seeds."""
     result = run_demo(DemoConfig())  # in 5 seeds: 92.8 to 94.4 %, and 75.0 to 84.2 % alone
