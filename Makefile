@@ -38,7 +38,7 @@ endif
 endif
 endif
 
-.PHONY: simulate simulate-short demo test pytest collected packages lint types style format-c lock nightly soak nftables matrix c-test fuzz-short verbs fault long fuzz model sanitized promises spin chromium tmux prometheus etcd etcd-server fuse3 ray ray-tests vllm vllm-tests stacks stacks-tests metrics-page protocol-page perf scaling libssl systemd docs wheel wheel-test release example-gpt upgrade day container-test bare install clean
+.PHONY: simulate simulate-short demo test pytest collected packages lint types style format-c lock nightly soak nftables matrix c-test fuzz-short verbs fault long fuzz model sanitized promises spin chromium tmux prometheus etcd etcd-server fuse3 ray ray-tests vllm vllm-tests stacks stacks-tests metrics-page protocol-page perf scaling libssl systemd docs wheel wheel-test release example-gpt openssh-server image upgrade day container-test bare install clean
 
 demo: $(VENV)/demo-installed
 	$(BIN)/smb demo $(DEMO)
@@ -207,8 +207,15 @@ day: $(VENV)/test-installed
 	-@$(PYTHON) -m tests.support.packages etcd-server iproute2 openssl prometheus
 	@$(call step,$(BIN)/python -m tests.ops.deploy.day, the day. What the daemons said: build/day)
 
+# The container image from the wheels in dist/ (make release). BASE=: the base by its digest; ENGINE=: podman, buildah.
+IMAGE_VERSION = $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' smb/__init__.py)
+image:
+	$(if $(findstring @sha256:,$(BASE)),,$(error name the base by its digest: make image BASE=debian:bookworm-slim@sha256:...))
+	$(or $(ENGINE),docker) build --build-arg BASE=$(BASE) --build-arg VERSION=$(IMAGE_VERSION) --file deploy/container/Containerfile \
+		--tag soft-memory-box:$(IMAGE_VERSION) .
+
 # The container file's steps in a chroot of Debian's, and the daemons in it as the file's user. As root, about 5 minutes.
-container-test: $(VENV)/test-installed
+container-test: wheel
 	@command -v mmdebstrap >/dev/null || { apt-get update -q && apt-get install -y -q mmdebstrap; }
 	$(BIN)/python -m tests.ops.deploy.chroot
 

@@ -1,6 +1,7 @@
 """The container file's steps without a container engine: each stage is a chroot, and the last one runs a cluster.
 
-    python -m tests.ops.deploy.chroot        as root, with mmdebstrap; about five minutes, 1 GB below /var/tmp or TMPDIR
+    python -m tests.ops.deploy.chroot        as root, with mmdebstrap and the wheels of `make wheel` in dist/;
+                                             about five minutes, 1 GB below /var/tmp or TMPDIR
 
 It knows the instructions that the file uses, and refuses others. Debian's packages and Python's come from where this
 machine gets them.
@@ -121,31 +122,21 @@ def base_system(root: Path, packages: Sequence[str], suite: str = "bookworm", di
             subprocess.run(copy, check=True)
 
 
-def _context(work: Path) -> Path:
-    """The build context: what the ignore file lets through."""
-    lines = Path(f"{FILE}.dockerignore").read_text().splitlines()
-    allowed = [line[1:] for line in lines if line.startswith("!")]
-    refused = [line for line in lines if line and line[0] not in "#!" and line != "*"]
-    context = work / "context"
-    context.mkdir()
-
-    def ignored(directory: str, names: list[str]) -> list[str]:
-        at = Path(directory).relative_to(ROOT)
-        return [
-            name for name in names if any(fnmatch.fnmatch(str(at / name), line.replace("**/", "*")) for line in refused)
-        ]
-
-    for name in allowed:
-        if (ROOT / name).is_dir():
-            shutil.copytree(ROOT / name, context / name, ignore=ignored)
-        else:
-            shutil.copy2(ROOT / name, context / name)
-    return context
+def _copied(rest: str) -> tuple[list[Path], str]:
+    """Return the files and the target of a COPY from the build context, of what the ignore file lets through."""
+    *patterns, target = rest.split()
+    allowed = [line[1:] for line in Path(f"{FILE}.dockerignore").read_text().splitlines() if line.startswith("!")]
+    files = [path for pattern in patterns for path in sorted(ROOT.glob(pattern))]
+    assert len(files) >= len(patterns), f"COPY {rest}: make wheel"
+    for path in files:
+        name = str(path.relative_to(ROOT))
+        assert any(fnmatch.fnmatch(name, line) for line in allowed), f"COPY {name}: the ignore file keeps it out"
+    return files, target
 
 
 def build(work: Path) -> Stage:
     """Do what the file says; return the last stage."""
-    base, context = work / "base", _context(work)
+    base = work / "base"
     base_system(base, ["ca-certificates"])
     if Path("/etc/pip.conf").exists():
         shutil.copy("/etc/pip.conf", base / "etc")
@@ -154,8 +145,11 @@ def build(work: Path) -> Stage:
     pip = {key: value for key, value in os.environ.items() if key.startswith("PIP_") and key != "PIP_FIND_LINKS"}
     for word, rest in instructions(FILE.read_text()):
         print(word, rest[:100], flush=True)
+        if word == "ARG" and not stages:
+            assert rest == "BASE=debian:bookworm-slim", rest
+            continue
         if word == "FROM":
-            assert rest.split()[0] == "debian:bookworm-slim", rest
+            assert rest.split()[0] == "${BASE}", rest
             stages.append(Stage(base, work / f"stage-{len(stages)}"))
             if " AS " in rest:
                 names[rest.rpartition(" ")[2]] = stages[-1]
@@ -166,9 +160,12 @@ def build(work: Path) -> Stage:
             stage.variables = kept | pip
             stage.run(rest)
             stage.variables = kept
-        elif word == "COPY" and rest == ". .":
-            shutil.copytree(context, stage.root / stage.directory.lstrip("/"), dirs_exist_ok=True)
-        elif word == "COPY" and rest.startswith("--from="):
+        elif word == "COPY" and not rest.startswith("--from="):
+            files, target = _copied(rest)
+            (stage.root / target.lstrip("/")).mkdir(parents=True, exist_ok=True)
+            for file in files:
+                shutil.copy2(file, stage.root / target.lstrip("/"))
+        elif word == "COPY":
             origin, source, target = rest.removeprefix("--from=").split()
             where = stage.root / target.lstrip("/")
             shutil.copytree(names[origin].root / source.lstrip("/"), where, symlinks=True, dirs_exist_ok=True)
@@ -179,7 +176,7 @@ def build(work: Path) -> Stage:
             (stage.root / rest.lstrip("/")).mkdir(parents=True, exist_ok=True)
         elif word == "USER":
             stage.user = rest
-        elif word not in ("STOPSIGNAL", "CMD"):
+        elif word not in ("ARG", "LABEL", "HEALTHCHECK", "STOPSIGNAL", "CMD"):
             raise SystemExit(f"{FILE}: {word} is not known here")
     return stages[-1]
 

@@ -16,8 +16,11 @@ import kubernetes_validate
 import pytest
 import yaml
 
+import smb
 from smb.config.parse import parse_bytes
 from smb.config.settings import SETTINGS
+from smb.daemon import health_check
+from tests.ops.deploy.chroot import instructions
 from tests.support.commands import COMMAND, run_smb
 from tests.support.daemons import running_daemons, wait_for
 
@@ -360,10 +363,48 @@ def test_the_container_file_is_clean(tmp_path: Path) -> None:
     assert "DL3006" in lint(bad)
 
 
-def test_the_build_context_is_what_the_build_needs() -> None:
-    """What the container file's ignore file lets through exists, and covers what setuptools reads."""
+def test_the_image_is_of_wheels_with_a_health_check_and_labels() -> None:
+    """The build context has nothing but wheels and versions, and the base is an argument, which `make image` wants with
+    its digest.
+    """
     lines = (ROOT / "deploy/container/Containerfile.dockerignore").read_text().splitlines()
-    allowed = {line[1:] for line in lines if line.startswith("!")}
-    assert [name for name in allowed if not (ROOT / name).exists()] == []
-    assert {"pyproject.toml", "setup.cfg", "README.md", "LICENSE", "csrc", "smb", "memserver"} <= allowed
-    assert shutil.which("kubectl", path=str(BIN))
+    assert [line for line in lines if not line.startswith("#")] == ["*", "!dist/*.whl", "!tests/constraints.txt"]
+    steps = instructions((ROOT / "deploy/container/Containerfile").read_text())
+    assert [rest for word, rest in steps if word == "FROM"] == ["${BASE} AS build", "${BASE}"]
+    assert next(rest for word, rest in steps if word == "COPY") == "dist/*.whl tests/constraints.txt /dist/"
+    assert sum(word == "HEALTHCHECK" and "smb.daemon.health_check" in rest for word, rest in steps) == 1
+    assert any(word == "LABEL" and 'image.version="${VERSION}"' in rest for word, rest in steps)
+    made = subprocess.run(
+        ["make", "--dry-run", "image", "BASE=debian:bookworm-slim"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert made.returncode != 0
+    assert "by its digest" in made.stderr
+    digest = f"debian:bookworm-slim@sha256:{64 * '0'}"
+    made = subprocess.run(["make", "--dry-run", "image", f"BASE={digest}"], cwd=ROOT, capture_output=True, text=True)
+    assert f"--build-arg BASE={digest} --build-arg VERSION={smb.__version__} " in made.stdout, made.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "variables", "expected"),
+    [
+        ("python3\0/opt/smb/bin/smb-memserver", {"SMB_MEMSERVER_METRICS": "0.0.0.0:1"}, ["0.0.0.0:1"]),
+        ("python3\0/opt/smb/bin/smb\0coordinator", {"SMB_MEMSERVER_METRICS": "0.0.0.0:1"}, ["127.0.0.1:9470"]),
+        ("tini\0--", {"SMB_MEMSERVER_METRICS": "0.0.0.0:1"}, ["0.0.0.0:1", "127.0.0.1:9470"]),
+        ("python3\0/opt/smb/bin/smb-memserver", {}, []),  # a free port
+    ],
+)
+def test_the_health_check_asks_the_daemon_of_the_container(
+    command: str, variables: dict[str, str], expected: list[str]
+) -> None:
+    assert health_check.pages(command, variables) == expected
+
+
+def test_the_health_check_sees_whether_a_daemon_lives() -> None:
+    with smb.LocalCluster(servers=1, capacity="16MiB") as cluster:
+        page = cluster.servers[0].metrics
+        assert health_check.lives(page)
+    assert not health_check.lives(page)
