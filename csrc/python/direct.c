@@ -582,6 +582,23 @@ static PyObject *method_get(PyObject *self, PyObject *object, PyObject *Py_UNUSE
     return PyObject_CallFunctionObjArgs(bound_method, self, object, NULL);
 }
 
+/* Python calls this when the class is made. */
+static PyObject *method_set_name(PyObject *Py_UNUSED(self), PyObject *args)
+{
+    PyObject *owner, *name;
+    if (!PyArg_ParseTuple(args, "O!O:__set_name__", &PyType_Type, &owner, &name))
+        return NULL;
+    if (!PyType_IsSubtype((PyTypeObject *)owner, direct_type))
+        return PyErr_Format(PyExc_TypeError, "%S of %R: direct methods need the base Direct", name,
+                            owner);
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef method_methods[] = {
+    {"__set_name__", method_set_name, METH_VARARGS, NULL},
+    {NULL},
+};
+
 /* Name, documentation and signature are those of the Python method. */
 static PyObject *method_getattro(PyObject *self, PyObject *name)
 {
@@ -609,11 +626,17 @@ static PyMemberDef method_members[] = {
 };
 
 static PyType_Slot method_slots[] = {
-    {Py_tp_new, method_new},           {Py_tp_dealloc, method_dealloc},
-    {Py_tp_traverse, method_traverse}, {Py_tp_clear, method_clear},
-    {Py_tp_call, PyVectorcall_Call},   {Py_tp_descr_get, method_get},
-    {Py_tp_getattro, method_getattro}, {Py_tp_getset, method_attributes},
-    {Py_tp_members, method_members},   {0, NULL},
+    {Py_tp_new, method_new},
+    {Py_tp_dealloc, method_dealloc},
+    {Py_tp_traverse, method_traverse},
+    {Py_tp_clear, method_clear},
+    {Py_tp_call, PyVectorcall_Call},
+    {Py_tp_descr_get, method_get},
+    {Py_tp_getattro, method_getattro},
+    {Py_tp_methods, method_methods},
+    {Py_tp_getset, method_attributes},
+    {Py_tp_members, method_members},
+    {0, NULL},
 };
 
 static PyType_Spec method_spec = {
