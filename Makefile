@@ -85,7 +85,7 @@ pytest: $(VENV)/test-installed packages
 
 # Tools of tests, from Debian: all at once, as each update of the package lists takes seconds. libssl before them, since the C
 # tests have it installed, too, and the package manager has one lock. Without a tool its tests are reported as not run.
-TOOLS := chromium etcd-server fuse3 nftables prometheus systemd tmux
+TOOLS := chromium etcd-server fuse3 nftables openssh-server prometheus systemd tmux
 packages: libssl
 	-@$(PYTHON) -m tests.support.packages $(TOOLS)
 

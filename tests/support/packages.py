@@ -40,6 +40,7 @@ TOOLS = {
     "iproute2": Tool("ip", ("iproute2",), "no network namespaces are made"),
     "libssl": Tool("/usr/include/openssl/ssl.h", ("libssl-dev",), "the engine does not compile"),
     "nftables": Tool("nft", ("nftables",), "no network is cut"),
+    "openssh-server": Tool("/usr/sbin/sshd", ("openssh-server", "openssh-client"), "smb up --hosts is not tried"),
     "openssl": Tool("openssl", ("openssl",), "no certificates are made by it"),
     "prometheus": Tool("promtool", ("prometheus",), "what needs Prometheus is not run"),
     "spin": Tool("spin", ("spin",), "the models are not run"),

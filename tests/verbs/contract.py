@@ -112,6 +112,7 @@ LEFT_OUT = {
     "ops/test_metrics.py": _ELSEWHERE,
     "ops/test_netlab.py": "is about links that are shaped; OF_THE_KERNEL has what needs netem",
     "ops/test_page_over_http.py": _ELSEWHERE,
+    "ops/test_hosts.py": _ELSEWHERE,
     "ops/test_plan.py": _ELSEWHERE,
     "ops/test_prometheus.py": _ELSEWHERE,
     "ops/test_watched_leader.py": _ELSEWHERE,

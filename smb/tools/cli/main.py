@@ -31,6 +31,7 @@ from smb.tools.cli.output import checked_output, print_error
 from smb.tools.cli.plan import plan
 from smb.tools.cli.relay import relay
 from smb.tools.cli.rm import rm
+from smb.tools.cli.run import run
 from smb.tools.cli.stat import stat
 from smb.tools.cli.status import status
 from smb.tools.cli.targets import targets
@@ -40,7 +41,7 @@ from smb.tools.cli.up import up
 
 _GROUPS: dict[str, tuple[Any, ...]] = {
     "A cluster": (up, coordinator, status, top, clients, drain, undrain, maintenance, rebalance, forget),
-    "Trainings": (train, plan, demo),
+    "Trainings": (train, run, plan, demo),
     "Buffers": (ls, stat, create, rm, relay, cp, snapshot, restore),
     "Buffers as files": (mount, umount),
     "Tools": (doctor, bench, config, certs, targets),
@@ -82,7 +83,10 @@ for _command in (command for commands in _GROUPS.values() for command in command
         _clients.command(cls=Command)(configured(kick))
         app.add_typer(_clients, name="clients")
     else:
-        app.command(cls=InOrder if _command is certs else Command)(configured(_command))
+        # What follows the script of `smb run` is the script's own.
+        settings = {"allow_interspersed_args": False} if _command is run else None
+        kind = InOrder if _command is certs else Command
+        app.command(cls=kind, context_settings=settings)(configured(_command))
 
 
 def _print_version(wanted: bool) -> None:

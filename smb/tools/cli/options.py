@@ -7,13 +7,16 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperCommand
 
 from smb.config.settings import CONFIG_VARIABLE, SETTINGS, use_file
 from smb.errors import InvalidArgumentError
+
+if TYPE_CHECKING:
+    from smb.tools.hosts import Ssh
 
 
 def option(name: str, *short: str) -> Any:
@@ -84,6 +87,41 @@ def usage_errors() -> Iterator[None]:
         yield
     except InvalidArgumentError as error:
         raise typer.BadParameter(str(error)) from None
+
+
+Hosts = Annotated[
+    str | None,
+    typer.Option(
+        "--hosts",
+        metavar="LIST",
+        help="Hosts that ssh reaches without a password: a,b,user@c; @FILE: one on each line; slurm: this job's nodes.",
+    ),
+]
+Python = Annotated[
+    str,
+    typer.Option(
+        "--python", metavar="PATH", show_default=False,
+        help="The Python on the hosts that has this package. Default: the path of this one.",
+    ),
+]  # fmt: skip
+SshWords = Annotated[
+    str, typer.Option("--ssh", metavar="COMMAND", help="How a host is reached, as in 'ssh -F config'.")
+]
+
+
+def ssh_of(words: str, python: str) -> Ssh:
+    """Return how hosts are reached; a usage error if there is no command in the words."""
+    import shlex
+
+    from smb.tools.hosts import Ssh
+
+    try:
+        split = tuple(shlex.split(words))
+    except ValueError as error:
+        raise typer.BadParameter(f"--ssh {words}: {error}") from None
+    if not split:
+        raise typer.BadParameter("--ssh must be a command, as in 'ssh -F config'")
+    return Ssh(split, python)
 
 
 def parse_size(text: str) -> int:

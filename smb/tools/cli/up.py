@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
 import socket
+import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,7 +13,7 @@ import typer
 
 from smb.config.settings import DEFAULT_COORDINATOR
 from smb.errors import Error
-from smb.tools.cli.options import option, parse_size
+from smb.tools.cli.options import Hosts, Python, SshWords, option, parse_size, ssh_of, usage_errors
 from smb.tools.cli.output import console, print_error
 from smb.tools.cli.signals import interrupted_once
 
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from smb import LocalCluster
+    from smb.tools.hosts import Ssh
 
 _LOOK_INTERVAL_SECONDS = 0.5
 _RESTART_INTERVAL_SECONDS = 2.0  # between two starts of a daemon that keeps ending
@@ -26,6 +29,7 @@ _PAGE = "127.0.0.1:9470"  # the default of `smb coordinator`
 
 
 def up(
+    context: typer.Context,
     servers: Annotated[int, typer.Option("--servers", min=1, metavar="N", help="How many memory servers.")] = 2,
     capacity: Annotated[str, typer.Option("--capacity", metavar="SIZE", help="Memory of each server.")] = "1GiB",
     listen: Annotated[
@@ -61,13 +65,20 @@ def up(
         ),
     ] = None,
     insecure: Annotated[bool, option("cluster.insecure")] = False,
+    hosts: Hosts = None,
+    python: Python = sys.executable,
+    ssh: SshWords = "ssh",
 ) -> None:
-    """Run a cluster on this machine, until Ctrl-C.
+    """Run a cluster on this machine, or on several hosts, until Ctrl-C.
 
     One coordinator and some memory servers, as real processes; one that dies is started again. Nothing of them is left
     at the end, unless --data-dir keeps it: then all is there again at the next start, until this machine restarts. For
     processes on other machines: --listen with this machine's address, or 0.0.0.0, and --credentials; or --insecure in a
     network that you trust, where everybody on it may read and write.
+
+    With --hosts a coordinator runs on the first host, at --listen's port, and a memory server on each. They are started
+    over ssh, with certificates made for them, and end at Ctrl-C or when a connection is lost. --credentials keeps the
+    certificates in DIR.
 
     Example: smb up --servers 2 --capacity 4GiB --data-dir ~/smb
     """
@@ -76,6 +87,15 @@ def up(
 
     capacity_bytes = parse_size(capacity)
     out = console()
+    if hosts is not None:
+        for name in ("servers", "data_dir", "insecure"):
+            source = context.get_parameter_source(name)
+            if source is not None and source.name != "DEFAULT":
+                raise typer.BadParameter(
+                    f"--{name.replace('_', '-')} is for a cluster on this machine, not for --hosts"
+                )
+        _up_on_hosts(out, hosts, capacity_bytes, listen, metrics, credentials, ssh_of(ssh, python))
+        return
     with interrupted_once():
         try:
             end_with_owner()
@@ -90,6 +110,40 @@ def up(
             ) as cluster:
                 _greet(out, cluster, capacity_bytes, credentials, kept=data_dir is not None)
                 _watch(cluster)
+        except KeyboardInterrupt:
+            out.print("stopped")
+
+
+def _up_on_hosts(
+    out: Console, hosts: str, capacity_bytes: int, listen: str, metrics: str | None, credentials: Path | None, ssh: Ssh
+) -> None:
+    from smb.config.parse import format_bytes, parse_address
+    from smb.tools.hosts import HostsCluster, hosts_of
+
+    with usage_errors():
+        named = hosts_of(hosts)
+        port = parse_address(listen)[1]
+    with interrupted_once():
+        try:
+            with HostsCluster(
+                ssh,
+                named,
+                capacity=capacity_bytes,
+                port=port,
+                metrics=metrics or "127.0.0.1:0",
+                credentials=credentials.absolute() if credentials else None,
+                show=print_error,
+            ) as cluster:
+                out.print(f"coordinator at {cluster.address}, its page on that host at http://{cluster.page}/")
+                out.print(f"memory servers, {format_bytes(capacity_bytes)} each: {', '.join(named)}", soft_wrap=True)
+                out.print("\nIn another terminal (for other machines copy the directory of credentials):\n")
+                out.print(f"  export SMB_COORDINATOR={cluster.address}")
+                out.print(f"  export SMB_CREDENTIALS={shlex.quote(str(cluster.client))}", soft_wrap=True)
+                out.print("  smb top")
+                out.print(f"  smb run --hosts {shlex.quote(hosts)} train.py", soft_wrap=True)
+                out.print("\nCtrl-C stops the cluster on all hosts and frees its memory.")
+                out.file.flush()
+                cluster.watch()
         except KeyboardInterrupt:
             out.print("stopped")
 
