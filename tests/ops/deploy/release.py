@@ -149,12 +149,13 @@ def load_foreign(wheel: Path) -> str:
     qemu = shutil.which("qemu-aarch64-static") or shutil.which("qemu-aarch64")
     if not qemu:
         raise MissingError("qemu-aarch64-static is missing")
+    root, unpacked = CACHE / "python", WORK / "foreign"
+    root.mkdir(parents=True, exist_ok=True)
     fetch(
-        {CACHE / "python": "."},
+        {root / "usr": "usr", root / "lib": "lib"},
         *("python3.11-minimal", "libpython3.11-minimal", "libpython3.11-stdlib", "libc6", "libgcc-s1", "zlib1g"),
         *("libexpat1", "libffi8", "python3-cffi-backend", "libssl3"),
     )
-    root, unpacked = CACHE / "python", WORK / "foreign"
     shutil.rmtree(unpacked, ignore_errors=True)
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(unpacked)
