@@ -228,9 +228,13 @@ def finish(version: str, note: str, tried: Sequence[str]) -> None:
         *sums,
         "```",
         "",
-        "The wheels carry OpenSSL; `.dist-info/sboms` in them says which. The `.cdx.json` lists",
+        "The wheels carry the build system's OpenSSL; this machine's names it in `.dist-info/sboms`.",
     ]
-    lines += ["the packages of an environment that has the wheel.", "", *(f"- {line}" for line in tried)]
+    lines += [
+        "The `.cdx.json` lists the packages of an environment that has the wheel.",
+        "",
+        *(f"- {line}" for line in tried),
+    ]
     (OUT / "RELEASE.md").write_text("\n".join(lines) + "\n")
 
 
