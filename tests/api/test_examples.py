@@ -82,6 +82,33 @@ def test_rollouts_of_a_policy_that_is_learning() -> None:
     assert came.keys() >= {0, 1, 2, 3, 4}, workers
 
 
+# More than 5 s: two clusters, and a lock whose holder was killed (5 s) in each.
+def test_a_support_vector_machine_over_a_kill_in_the_middle_of_a_step() -> None:
+    """With and without elimination the worker that is left reaches libsvm's optimum, after one recovery."""
+    pytest.importorskip("sklearn", reason="scikit-learn")
+    libsvm, *ours = run_example("svm.py", "cancer", "--workers", "2", "--kill")
+    assert libsvm.startswith("libsvm: objective")
+    assert len(ours) == 2
+    for line in ours:
+        found = re.search(
+            r"differs by (\S+), (\d+) other support vectors, (\d+) kernel values, .* (\d+) recoveries", line
+        )
+        assert found, line
+        assert abs(float(found[1])) < 1e-5, line
+        assert int(found[2]) == 0, line
+        assert int(found[4]) == 1, line
+
+
+@AT_NIGHT
+def test_elimination_saves_a_support_vector_machine_kernel_values() -> None:
+    """At least 30 % on digits, a quarter of which are support vectors, and the optimum is libsvm's."""
+    pytest.importorskip("sklearn", reason="scikit-learn")
+    _, off, on = run_example("svm.py", "digits", "--workers", "1")
+    values = [int(re.search(r"(\d+) kernel values", line)[1]) for line in (off, on)]  # type: ignore[index]
+    assert values[1] < 0.7 * values[0], (off, on)
+    assert all(abs(float(re.search(r"differs by (\S+),", line)[1])) < 1e-5 for line in (off, on))  # type: ignore[index]
+
+
 def test_training_with_numpy_alone() -> None:
     """Three processes train one linear model, and all contribute."""
     *workers, last = run_example("numpy_only.py")
