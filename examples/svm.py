@@ -165,7 +165,7 @@ def work(address: str, may_die: bool) -> None:
     """Train until the optimum."""
     with smb.connect(address, timeout=120) as client:
         machine = Machine(client)
-        ready: tuple[Any, ...] = ()
+        ready: tuple[Array, Array, Array, float, Array] | None = None
         while True:
             try:
                 with machine.lock:
@@ -173,9 +173,9 @@ def work(address: str, may_die: bool) -> None:
                         machine.step(*ready, may_die)
                     picked = machine.pick()
             except smb.LockLostError:  # this process was stopped for long; what it was about to write is refused
-                ready = ()
+                ready = None
                 continue
-            ready = ()
+            ready = None
             if picked is None:
                 return
             block, rows, alpha, f, epoch = picked
