@@ -15,7 +15,7 @@ from smb.arrays import memory as arrays
 from smb.arrays.dtypes import DTYPES, SPARSE_WIRE
 from smb.arrays.indexing import Indexed
 from smb.buffer_info import BufferInfo
-from smb.call.dispatcher import Dispatcher, dispatcher_of, signed
+from smb.call.dispatcher import Dispatcher, dispatcher_of
 from smb.call.interrupts import accounted, accounted_later
 from smb.call.operands import check_beside, check_step, each_of
 from smb.call.optimizer_rules import hyper_of, rule_of
@@ -56,6 +56,7 @@ from smb.transport.base import Deadline
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Result = TypeVar("Result")
+Number = TypeVar("Number", int, float)
 
 # Short names, since these are used often.
 _READ, _WRITE, _ACCUMULATE = Opcode.READ, Opcode.WRITE, Opcode.ACCUMULATE
@@ -412,8 +413,10 @@ class Buffer(Indexed, Direct):
         | "prod" | `b * (s*a)` |
         | "replace" | `s*a` |
         | "elastic" | `b + s*(a - b)`, the master's half of elastic averaging (Zhang et al. 2015) |
+        | "band", "bor", "bxor" | bitwise `b & a`, `b \\| a`, `b ^ a`; integers and bool, scale=1 |
 
-        Integers wrap around, and their scale is an integer.
+        Integers wrap around, and their scale is an integer. There is no arithmetic on the dtypes for storage
+        (Client.create): they take "replace" with scale=1, and integers and bool also the bitwise ones.
 
         With fetch=True the new values come back in the same round trip, in the array's shape or in `out` (as in read();
         it shares no memory with the array). They contain this contribution and may contain later ones of others; after
@@ -653,34 +656,42 @@ class Buffer(Indexed, Direct):
 
     @direct(Opcode.FETCH_ADD)
     @accounted
-    def fetch_add(self, index: int, value: int) -> int:
-        """Add `value` to element `index` of an int64 buffer and return its former value. Atomic; wraps around.
+    def fetch_add(self, index: int, value: Number) -> Number:
+        """Add `value` to element `index` and return the element's former value. Atomic.
 
         ```python
         counters = client.create("counters", 8, dtype="int64")
         counters.fetch_add(0, 5)  # 0: the value before
         counters.fetch_add(0, 1)  # 5
         ```
+
+        The dtype is int32, int64, uint32, uint64, float32 or float64. Whole numbers wrap around; `value` is one that
+        the dtype can hold. Floats are added in the dtype, after `value` is rounded to it; a buffer of floats returns a
+        float.
         """
-        index, value = self._arguments.counter("fetch_add", index, value)
-        return signed(self._dispatcher.call(Request(Opcode.FETCH_ADD, 8 * index, 8, argument=value & _MASK)))
+        index, bits = self._arguments.atomic("fetch_add", index, value)
+        itemsize = self._arguments.itemsize
+        request = Request(Opcode.FETCH_ADD, itemsize * index, itemsize, argument=bits)
+        return cast(Number, self._arguments.number(self._dispatcher.call(request)))
 
     @direct(Opcode.COMPARE_SWAP)
     @accounted
-    def compare_swap(self, index: int, expected: int, new: int) -> int:
-        """Set element `index` of an int64 buffer to `new` if it is `expected`; return its former value. Atomic.
-
-        The element was set if and only if the result equals `expected`.
+    def compare_swap(self, index: int, expected: Number, new: Number) -> Number:
+        """Set element `index` to `new` if it is `expected`; return its former value. Atomic.
 
         ```python
         states = client.create("states", 8, dtype="int64")
         states.compare_swap(0, expected=0, new=7)  # 0: the element was 0 and is now 7
         states.compare_swap(0, expected=0, new=9)  # 7: the element was 7 and stays 7
         ```
+
+        The element was set if and only if the result equals `expected`. The dtype is one of fetch_add's. Floats are
+        rounded to the dtype, and then their bits are compared: 0.0 is not -0.0, and a NaN equals itself.
         """
-        index, expected, new = self._arguments.counter("compare_swap", index, expected, new)
-        request = Request(Opcode.COMPARE_SWAP, 8 * index, 8, argument=new & _MASK, expected=expected & _MASK)
-        return signed(self._dispatcher.call(request))
+        index, old, fresh = self._arguments.atomic("compare_swap", index, expected, new)
+        itemsize = self._arguments.itemsize
+        request = Request(Opcode.COMPARE_SWAP, itemsize * index, itemsize, argument=fresh, expected=old)
+        return cast(Number, self._arguments.number(self._dispatcher.call(request)))
 
     # ---- locks and versions
 
@@ -1062,9 +1073,6 @@ class Buffer(Indexed, Direct):
         if memory.deliver is not None:
             memory.deliver()
         return cast(Array, result)
-
-
-_MASK = 2**64 - 1
 
 
 def _as_made(fence: Lock | None) -> Lock | None:

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from smb.arrays.dtypes import DTYPES
-from smb.errors import InvalidArgumentError
+from smb.config.printable import printable
+from smb.errors import Error, InvalidArgumentError
 from smb.layout import Layout
 from smb.rpc import control_pb2 as pb
 from smb.rpc.metadata import unpack
@@ -86,6 +87,11 @@ class BufferInfo:
     @classmethod
     def of(cls, buffer: pb.Buffer) -> BufferInfo:
         """Build a description from the coordinator's message."""
+        if buffer.dtype not in DTYPES:
+            raise Error(
+                f"buffer {printable(buffer.name)}: this release of smb does not know its dtype "
+                f"{printable(buffer.dtype)}; install the release that the cluster's servers run"
+            )
         dtype = DTYPES[buffer.dtype]
         locations = tuple(_location(buffer, segment) for segment in buffer.layout.segments)
         layout = Layout(

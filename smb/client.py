@@ -194,7 +194,9 @@ class Client:
 
         - `shape` is a tuple of extents, or one number. () is a single element. An extent of 0 makes a buffer without
           elements, which takes the memory of one.
-        - `dtype` is float16, float32 (default), float64, bfloat16, int32, int64 or uint8.
+        - `dtype` is float16, float32 (default), float64, bfloat16, int32, int64 or uint8. For storage it may also be
+          int8, int16, uint16, uint32, uint64, complex64, bool, float8_e4m3fn or float8_e5m2: accumulate takes
+          op="replace" alone there, and for whole numbers and bool also "band", "bor" and "bxor".
         - `servers` is the number of servers (default: as many as pay off), or their names.
         - `stripe` is the number of bytes ("256KiB") on one server before the next server follows: a multiple of 4096.
           Default: 256 KiB, and 1 MiB for buffers over 8 GiB.

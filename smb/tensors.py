@@ -40,8 +40,7 @@ ALIGNMENT_BYTES = 64  # a cache line; also the alignment for vector instructions
 ELEMENTS: dict[str, Dtype] = DTYPES | {
     np.dtype(numpy).name: Dtype(np.dtype(numpy).name, 0, np.dtype(numpy).itemsize)
     for numpy in (
-        np.bool_, np.int8, np.int16, np.uint16, np.uint32, np.uint64, np.complex64, np.complex128,
-        ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e4m3fnuz, ml_dtypes.float8_e5m2, ml_dtypes.float8_e5m2fnuz,
+        np.complex128, ml_dtypes.float8_e4m3fnuz, ml_dtypes.float8_e5m2fnuz
     )
 }  # fmt: skip
 
@@ -151,7 +150,8 @@ class TensorTable(Mapping[str, TensorInfo]):
     def dtype(self) -> np.dtype[Any]:
         """The element type of a buffer that holds these tensors: their common type, or uint8."""
         names = {info.dtype.name for info in self._infos.values()}
-        return DTYPES[names.pop()].numpy if len(names) == 1 and names <= DTYPES.keys() else np.dtype(np.uint8)
+        only = DTYPES.get(names.pop()) if len(names) == 1 else None
+        return np.dtype(np.uint8) if only is None or only.storage else only.numpy
 
     @property
     def size(self) -> int:

@@ -155,8 +155,10 @@ static bool request_is_sound(const struct smb_frame *frame)
     case SMB_APPLY:
         return (payload == SMB_APPLY_BYTES || payload == SMB_APPLY_BYTES + frame->length) &&
                smb_rule_states(frame->op) >= 0 && frame->dtype == SMB_FLOAT32;
-    case SMB_FETCH_ADD: return frame->length == 8 && payload == 0 && frame->dtype == SMB_INT64;
-    case SMB_COMPARE_SWAP: return frame->length == 8 && payload == 8 && frame->dtype == SMB_INT64;
+    case SMB_FETCH_ADD:
+        return frame->length == element && payload == 0 && smb_dtype_is_atomic(frame->dtype);
+    case SMB_COMPARE_SWAP:
+        return frame->length == element && payload == 8 && smb_dtype_is_atomic(frame->dtype);
     default: return false;
     }
 }

@@ -22,7 +22,10 @@ enum smb_feature {
     SMB_FEATURE_BRINGS = 1 << 1,  /* an APPLY may contain its gradient */
     SMB_FEATURE_SOURCES = 1 << 2, /* an ACCUMULATE_FROM may have several sources, and round them */
     SMB_FEATURE_BONDS = 1 << 3,   /* proofs cover the connection: bond.h */
-    SMB_FEATURES = SMB_FEATURE_INT4 | SMB_FEATURE_BRINGS | SMB_FEATURE_SOURCES | SMB_FEATURE_BONDS
+    SMB_FEATURE_ATOMICS = 1 << 4, /* FETCH_ADD and COMPARE_SWAP of other dtypes than int64 */
+    SMB_FEATURE_BITS = 1 << 5,    /* the operations band, bor, bxor */
+    SMB_FEATURES = SMB_FEATURE_INT4 | SMB_FEATURE_BRINGS | SMB_FEATURE_SOURCES | SMB_FEATURE_BONDS |
+        SMB_FEATURE_ATOMICS | SMB_FEATURE_BITS
 };
 /* Sent beside the features, but true of this connection only: it is a Unix socket whose client is
  * in the server's namespaces. No higher bit is possible: a length is at most

@@ -6,27 +6,71 @@
 uint32_t smb_dtype_bytes(int dtype)
 {
     switch (dtype) {
-    case SMB_UINT8: return 1;
+    case SMB_UINT8:
+    case SMB_INT8:
+    case SMB_BOOL:
+    case SMB_FLOAT8_E4M3FN:
+    case SMB_FLOAT8_E5M2: return 1;
     case SMB_FLOAT16:
-    case SMB_BFLOAT16: return 2;
+    case SMB_BFLOAT16:
+    case SMB_INT16:
+    case SMB_UINT16: return 2;
     case SMB_FLOAT32:
-    case SMB_INT32: return 4;
+    case SMB_INT32:
+    case SMB_UINT32: return 4;
     case SMB_FLOAT64:
-    case SMB_INT64: return 8;
+    case SMB_INT64:
+    case SMB_UINT64:
+    case SMB_COMPLEX64: return 8;
     default: return 0;
+    }
+}
+
+int smb_dtype_is_atomic(int dtype)
+{
+    switch (dtype) {
+    case SMB_FLOAT32:
+    case SMB_FLOAT64:
+    case SMB_INT32:
+    case SMB_INT64:
+    case SMB_UINT32:
+    case SMB_UINT64: return 1;
+    default: return 0;
+    }
+}
+
+static bool has_bits(int dtype)
+{
+    switch (dtype) {
+    case SMB_INT8:
+    case SMB_UINT8:
+    case SMB_INT16:
+    case SMB_UINT16:
+    case SMB_INT32:
+    case SMB_UINT32:
+    case SMB_INT64:
+    case SMB_UINT64:
+    case SMB_BOOL: return true;
+    default: return false;
     }
 }
 
 int smb_op_accepts(int dtype, int op, double scale)
 {
-    if (op < SMB_SUM || op > SMB_ELASTIC || !smb_dtype_bytes(dtype))
+    if (op < SMB_SUM || op > SMB_BXOR || !smb_dtype_bytes(dtype))
         return 0;
+    if (op >= SMB_BAND)
+        return has_bits(dtype) && scale == 1.0;
     double low, high; /* the scale must be in [low, high) */
     switch (dtype) {
+    case SMB_FLOAT16:
+    case SMB_FLOAT32:
+    case SMB_FLOAT64:
+    case SMB_BFLOAT16: return 1;
     case SMB_UINT8: low = 0, high = 0x1p8; break;
     case SMB_INT32: low = -0x1p31, high = 0x1p31; break;
     case SMB_INT64: low = -0x1p63, high = 0x1p63; break;
-    default: return 1;
+    default: return op == SMB_REPLACE && scale == 1.0;
     }
     return scale >= low && scale < high && scale == trunc(scale);
 }

@@ -101,7 +101,8 @@ bool transfer_is_sound(const struct smb_buffer *buffer, const struct smb_request
                smb_rule_accepts(request->op, &request->hyper) && others_are_sound(buffer, request);
     case SMB_FETCH_ADD:
     case SMB_COMPARE_SWAP:
-        return request->bytes == 8 && buffer->dtype == SMB_INT64 && request->sink == NULL;
+        return request->bytes == element && smb_dtype_is_atomic(buffer->dtype) &&
+               request->sink == NULL;
     default: return false;
     }
 }
@@ -194,17 +195,22 @@ static bool paths_are_set(const struct smb_buffer *buffer, const struct smb_requ
     return true;
 }
 
-/* Whether every server of the range knows the request's wire format. An older server would close
- * the connection each time. */
-static bool wire_is_known(const struct smb_buffer *buffer, const struct smb_request *request,
-                          uint32_t *without)
+/* Whether every server of the range has the feature that the request needs. An older server would
+ * close the connection each time. */
+static bool request_is_known(const struct smb_buffer *buffer, const struct smb_request *request,
+                             uint32_t *without)
 {
     bool sources = request->opcode == SMB_ACCUMULATE_FROM &&
                    (request->wire != SMB_WIRE_EXACT || request->source_count > 0);
+    bool other_atomic = opcode_is_atomic(request->opcode) && buffer->dtype != SMB_INT64;
+    bool combines = request->opcode == SMB_ACCUMULATE || request->opcode == SMB_ACCUMULATE_FROM;
     uint32_t feature = sources                          ? SMB_FEATURE_SOURCES
                        : request->wire == SMB_WIRE_INT4 ? SMB_FEATURE_INT4
                        : request_brings(request)        ? SMB_FEATURE_BRINGS
+                       : other_atomic                   ? SMB_FEATURE_ATOMICS
                                                         : 0;
+    if (combines && request->op >= SMB_BAND)
+        feature |= SMB_FEATURE_BITS;
     if (!feature)
         return true;
     for (uint32_t i = 0; i < buffer->layout.segment_count; i++) {
@@ -212,7 +218,7 @@ static bool wire_is_known(const struct smb_buffer *buffer, const struct smb_requ
                                                    request->bytes);
         const struct smb_link *link = buffer->paths[i].link;
         if (cursor.position < cursor.end && !buffer->paths[i].segment && link &&
-            !(atomic_load_explicit(&link->features, memory_order_relaxed) & feature)) {
+            (atomic_load_explicit(&link->features, memory_order_relaxed) & feature) != feature) {
             *without = i;
             return false;
         }
@@ -419,7 +425,7 @@ int transfer_begin(struct transfer *transfer, struct smb_buffer *buffer,
 {
     if (!paths_are_set(buffer, request, &outcome->segment))
         return outcome->status = SMB_INVALID;
-    if (!wire_is_known(buffer, request, &outcome->segment))
+    if (!request_is_known(buffer, request, &outcome->segment))
         return outcome->status = SMB_VERSION;
     /* Sets all members except the embedded streams, which are 1 KiB and written when they are
      * used. */

@@ -58,6 +58,36 @@ static void fill(uint8_t *target, uint64_t bytes, uint32_t element, uint64_t bit
     }
 }
 
+/* Returns the element's bits in the low bytes of a word, and 0 in the others. */
+static uint64_t bits_at(const uint8_t *target, uint64_t bytes)
+{
+    uint64_t bits = 0;
+    memcpy(&bits, target, bytes); /* both ends are little-endian */
+    return bits;
+}
+
+/* Adds two elements, given as bits_at returns them. Only the low bytes of the sum count. */
+static uint64_t sum_of(uint32_t dtype, uint64_t bits, uint64_t addend)
+{
+    if (dtype == SMB_FLOAT32) {
+        float a, b;
+        memcpy(&a, &bits, sizeof a);
+        memcpy(&b, &addend, sizeof b);
+        a += b;
+        memcpy(&bits, &a, sizeof a);
+        return bits;
+    }
+    if (dtype == SMB_FLOAT64) {
+        double a, b;
+        memcpy(&a, &bits, sizeof a);
+        memcpy(&b, &addend, sizeof b);
+        a += b;
+        memcpy(&bits, &a, sizeof a);
+        return bits;
+    }
+    return bits + addend;
+}
+
 static uint32_t index_of(const uint8_t *entry)
 {
     uint32_t index;
@@ -152,18 +182,16 @@ void smb_segment_change_range(struct smb_segment *segment, struct smb_change *ch
     }
     case SMB_FILL: fill(target, bytes, element, change->argument); break;
     case SMB_FETCH_ADD: {
-        uint64_t *word = (uint64_t *)target;
-        change->result = *word;
-        *word += change->argument;
+        change->result = bits_at(target, bytes);
+        uint64_t sum = sum_of(segment->dtype, change->result, change->argument);
+        kernel_put(target, (const uint8_t *)&sum, (uint32_t)bytes);
         break;
     }
-    case SMB_COMPARE_SWAP: {
-        uint64_t *word = (uint64_t *)target;
-        change->result = *word;
-        if (*word == change->expected)
-            *word = change->argument;
+    case SMB_COMPARE_SWAP:
+        change->result = bits_at(target, bytes);
+        if (memcmp(&change->result, &change->expected, bytes) == 0)
+            kernel_put(target, (const uint8_t *)&change->argument, (uint32_t)bytes);
         break;
-    }
     }
 }
 
@@ -218,7 +246,8 @@ bool smb_segment_change_fits(const struct smb_segment *segment, const struct smb
     case SMB_ACCUMULATE:
     case SMB_ACCUMULATE_FROM: return smb_op_accepts((int)segment->dtype, change->op, change->scale);
     case SMB_FETCH_ADD:
-    case SMB_COMPARE_SWAP: return change->bytes == 8 && segment->dtype == SMB_INT64;
+    case SMB_COMPARE_SWAP:
+        return change->bytes == element && smb_dtype_is_atomic((int)segment->dtype);
     case SMB_APPLY: return step_fits(segment, change);
     default: return false;
     }

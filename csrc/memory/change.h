@@ -26,7 +26,9 @@ struct smb_change {
     struct smb_hyper hyper; /* APPLY */
     struct factors factors; /* derived from hyper */
     void *sink;             /* READ; ACCUMULATE: the new values, if not NULL */
-    uint64_t argument; /* FILL: element bits; FETCH_ADD: the addend; COMPARE_SWAP: the new value */
+    /* an element's bits in the low bytes. FILL: every element; FETCH_ADD: the addend; COMPARE_SWAP:
+     * the new value */
+    uint64_t argument;
     uint64_t expected; /* COMPARE_SWAP */
     bool streaming;    /* part of a call too large for the caches: copy around them */
     uint64_t result;   /* out: FETCH_ADD, COMPARE_SWAP: the old value */

@@ -291,7 +291,7 @@ static bool describe_left(const struct slot_words *words, uint8_t *payload, uint
     return (word & ACTIVE) &&
            word >> SEQUENCE_SHIFT == (words->sequence << SEQUENCE_SHIFT) >> SEQUENCE_SHIFT &&
            (additive || words->opcode == SMB_FETCH_ADD || words->opcode == SMB_COMPARE_SWAP) &&
-           words->bytes > 0 && words->bytes <= SMB_CHUNK_BYTES_MAX &&
+           words->bytes > 0 && words->bytes <= (additive ? SMB_CHUNK_BYTES_MAX : 8) &&
            (!additive || (needed > 0 && needed <= payload_bytes)) && words->lane <= UINT16_MAX &&
            words->sequence > 0 && words->session > 0 &&
            (word >> BLOCK_SHIFT & BLOCK_MASK) + (word & DIRTY) <= block_count(change);
@@ -379,7 +379,7 @@ static void finish_left(struct left *left)
     restore(left);
     if (whole && left->block > 0)
         /* the last block was complete: its old value gives the result */
-        memcpy(&change->result, left->undo, 8);
+        memcpy(&change->result, left->undo, change->bytes);
     run_blocks(left->undo, left->words, left->targets[0], change, left->block);
     FAILPOINT("recovery.finished");
     if (record)

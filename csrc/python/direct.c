@@ -426,6 +426,45 @@ static bool array_of(const DirectTarget *target, const struct given *given, bool
     return true;
 }
 
+/* The number's bits as an element, in the low bytes. False: the Python method takes or refuses the
+ * number, or the format has no atomics. */
+static bool bits_of(char format, PyObject *number, uint64_t *bits)
+{
+    *bits = 0;
+    if (format == 'f' || format == 'd') {
+        if (!PyFloat_CheckExact(number))
+            return false;
+        double wide = PyFloat_AS_DOUBLE(number);
+        float narrow = (float)wide;
+        memcpy(bits, format == 'f' ? (void *)&narrow : &wide, format == 'f' ? 4 : 8);
+        return true;
+    }
+    long long integer;
+    if (!integer_of(number, &integer))
+        return false;
+    *bits = (uint64_t)integer;
+    switch (format) {
+    case 'l': return true;
+    case 'L': return integer >= 0; /* larger ones are rare */
+    case 'i': *bits = (uint32_t)integer; return integer >= INT32_MIN && integer <= INT32_MAX;
+    case 'I': return integer >= 0 && integer <= UINT32_MAX;
+    default: return false;
+    }
+}
+
+static PyObject *number_of(char format, uint64_t bits)
+{
+    float narrow;
+    double wide;
+    switch (format) {
+    case 'f': memcpy(&narrow, &bits, sizeof narrow); return PyFloat_FromDouble((double)narrow);
+    case 'd': memcpy(&wide, &bits, sizeof wide); return PyFloat_FromDouble(wide);
+    case 'i': return PyLong_FromLong((int32_t)(uint32_t)bits);
+    case 'l': return PyLong_FromLongLong((long long)bits);
+    default: return PyLong_FromUnsignedLongLong(bits);
+    }
+}
+
 static PyObject *call_of(int opcode, DirectTarget *target, PyObject *const *args,
                          Py_ssize_t positional, PyObject *names, bool *taken)
 {
@@ -437,20 +476,20 @@ static PyObject *call_of(int opcode, DirectTarget *target, PyObject *const *args
     struct smb_request request = {.opcode = opcode, .scale = 1.0, .timeout_ms = target->timeout_ms};
     Py_buffer view = {0};
     if (is_atomic(opcode)) {
-        long long index, value, expected = 0;
-        if (target->format != 'l' || !given.value || !integer_of(given.offset, &index) ||
-            !integer_of(given.value, &value) ||
-            (given.expected && !integer_of(given.expected, &expected)) || index < 0 ||
-            (uint64_t)index >= target->size)
+        long long index;
+        if (!given.value || !integer_of(given.offset, &index) ||
+            !bits_of(target->format, given.value, &request.argument) ||
+            (given.expected && !bits_of(target->format, given.expected, &request.expected)) ||
+            index < 0 || (uint64_t)index >= target->size)
             return NULL;
-        request.offset = (uint64_t)index * 8;
-        request.bytes = 8;
-        request.argument = (uint64_t)value;
-        request.expected = (uint64_t)expected;
+        request.offset = (uint64_t)index * target->itemsize;
+        request.bytes = target->itemsize;
     } else {
         if (opcode == SMB_ACCUMULATE) {
             bool integers = target->format == 'l' || target->format == 'i' || target->format == 'B';
-            if (given.scale && (integers || !PyFloat_CheckExact(given.scale)))
+            /* dtypes without arithmetic, which the Python method refuses */
+            bool storage = strchr("bhHILF?", target->format) != NULL;
+            if (storage || (given.scale && (integers || !PyFloat_CheckExact(given.scale))))
                 return NULL;
             request.op = SMB_SUM;
             request.scale = given.scale ? PyFloat_AsDouble(given.scale) : 1.0;
@@ -485,7 +524,7 @@ static PyObject *call_of(int opcode, DirectTarget *target, PyObject *const *args
                                        (unsigned long long)(uintptr_t)&request,
                                        (unsigned long long)(uintptr_t)&outcome);
     else if (is_atomic(opcode))
-        result = PyLong_FromLongLong((long long)outcome.result);
+        result = number_of(target->format, outcome.result);
     else
         result = Py_NewRef(Py_None);
     if (result && !is_atomic(opcode)) /* a number from `go_on`, as from the Python method */

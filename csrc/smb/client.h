@@ -224,8 +224,10 @@ void smb_buffer_destroy(struct smb_buffer *buffer);
  *   FILL            argument: the element's bits in its low bytes
  *   ACCUMULATE_FROM other: a buffer with equal layout on the same servers. Or op SMB_REPLACE, scale
  *                   1 and several sources: the sum of each source times its scale, added in order
- *   FETCH_ADD       8 bytes; argument: the addend; outcome.result: the old value
- *   COMPARE_SWAP    8 bytes; argument: new, expected: expected; outcome.result: the old value
+ *   FETCH_ADD       one element of a dtype of smb_dtype_is_atomic; argument: the addend's bits, in
+ *                   the low bytes; outcome.result: the old value's
+ *   COMPARE_SWAP    likewise; argument: new, expected: expected; outcome.result: the old value's.
+ *                   Bits are compared
  *   APPLY           op: the rule; hyper; other: the gradient, or source: its elements; states: as
  *                   many as the rule has. All buffers have equal layout, lie on the same servers
  *                   and are different; every segment of each is reached over a link */

@@ -87,21 +87,37 @@ enum smb_dtype {
     SMB_BFLOAT16 = 4,
     SMB_INT32 = 5,
     SMB_INT64 = 6,
-    SMB_UINT8 = 7
+    SMB_UINT8 = 7,
+    /* For storage: there is no arithmetic on these, only replace with scale 1, and for integers and
+     * bool the operations on bits. The atomics also take uint32 and uint64. */
+    SMB_INT8 = 8,
+    SMB_INT16 = 9,
+    SMB_UINT16 = 10,
+    SMB_UINT32 = 11,
+    SMB_UINT64 = 12,
+    SMB_COMPLEX64 = 13,
+    SMB_BOOL = 14, /* one byte, 0 or 1 */
+    SMB_FLOAT8_E4M3FN = 15,
+    SMB_FLOAT8_E5M2 = 16
 };
 
 /* Element-wise operations of accumulate; b = buffer, a = array, s = scale, each step rounded to the
  * dtype (as numpy does):
  *   sum b + s*a         min minimum(b, s*a)   max maximum(b, s*a)
  *   prod b * (s*a)      replace s*a           elastic b + s*(a - b)
- * Integers wrap modulo 2^bits; their scale is an integer. minimum and maximum propagate NaN. */
+ *   band b & a          bor b | a             bxor b ^ a
+ * Integers wrap modulo 2^bits; their scale is an integer. minimum and maximum propagate NaN. The
+ * operations on bits are for integers and bool, with scale 1. */
 enum smb_op {
     SMB_SUM = 1,
     SMB_MIN = 2,
     SMB_MAX = 3,
     SMB_PROD = 4,
     SMB_REPLACE = 5,
-    SMB_ELASTIC = 6
+    SMB_ELASTIC = 6,
+    SMB_BAND = 7,
+    SMB_BOR = 8,
+    SMB_BXOR = 9
 };
 
 /* Wire formats: how elements are encoded, and so rounded, on their way. All but the first and the
@@ -283,8 +299,10 @@ void smb_hmac_sha256(const void *key, uint64_t key_bytes, const void *text, uint
                      uint8_t mac[32]);
 /* Bytes per element; 0 for an unknown dtype. */
 uint32_t smb_dtype_bytes(int dtype);
-/* 1 if op is defined for dtype with this scale, else 0. For integers the scale must be integral and
- * in the dtype's range. */
+/* 1 if FETCH_ADD and COMPARE_SWAP take elements of this dtype, else 0. */
+int smb_dtype_is_atomic(int dtype);
+/* 1 if op is defined for dtype with this scale, else 0. For integers with arithmetic the scale must
+ * be integral and in the dtype's range. */
 int smb_op_accepts(int dtype, int op, double scale);
 /* The number of state arrays of a rule; -1 for an unknown rule. */
 int smb_rule_states(int rule);

@@ -14,15 +14,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Dtype:
-    """One element type. `number` travels in frames (see csrc/smb/types.h); `itemsize` is in bytes."""
+    """One element type. `number` travels in frames (see csrc/smb/types.h); `itemsize` is in bytes. `storage`: there is
+    no arithmetic on it.
+    """
 
     name: str
     number: int
     itemsize: int
+    storage: bool = False
 
     @property
     def numpy(self) -> np.dtype[Any]:
-        """Numpy's element type of this name; bfloat16 is that of ml_dtypes."""
+        """Numpy's element type of this name; bfloat16 and float8 are those of ml_dtypes."""
         return _numpy_dtype(self.name)
 
 
@@ -36,22 +39,33 @@ def _numpy_dtype(name: str) -> np.dtype[Any]:
 
 
 DTYPES: dict[str, Dtype] = {
-    name: Dtype(name, number, itemsize)
-    for name, number, itemsize in (
-        ("float16", 1, 2),
-        ("float32", 2, 4),
-        ("float64", 3, 8),
-        ("bfloat16", 4, 2),
-        ("int32", 5, 4),
-        ("int64", 6, 8),
-        ("uint8", 7, 1),
+    each.name: each
+    for each in (
+        Dtype("float16", 1, 2),
+        Dtype("float32", 2, 4),
+        Dtype("float64", 3, 8),
+        Dtype("bfloat16", 4, 2),
+        Dtype("int32", 5, 4),
+        Dtype("int64", 6, 8),
+        Dtype("uint8", 7, 1),
+        Dtype("int8", 8, 1, storage=True),
+        Dtype("int16", 9, 2, storage=True),
+        Dtype("uint16", 10, 2, storage=True),
+        Dtype("uint32", 11, 4, storage=True),
+        Dtype("uint64", 12, 8, storage=True),
+        Dtype("complex64", 13, 8, storage=True),
+        Dtype("bool", 14, 1, storage=True),
+        Dtype("float8_e4m3fn", 15, 1, storage=True),
+        Dtype("float8_e5m2", 16, 1, storage=True),
     )
 }
+ATOMIC = ("int32", "int64", "uint32", "uint64", "float32", "float64")  # those of fetch_add and compare_swap
 # Encodings of float32 between client and server, by the numbers that frames have.
 WIRES: dict[str, int] = {"exact": 0, "bfloat16": 1, "float16": 2, "int8": 3, "int4": 5}
 SPARSE_WIRE = 4
 _AMBIGUOUS = ("float", "int")
-OPS: dict[str, int] = {"sum": 1, "min": 2, "max": 3, "prod": 4, "replace": 5, "elastic": 6}
+BITS: dict[str, int] = {"band": 7, "bor": 8, "bxor": 9}  # operations on the bits of whole numbers and bool
+OPS: dict[str, int] = {"sum": 1, "min": 2, "max": 3, "prod": 4, "replace": 5, "elastic": 6, **BITS}
 
 
 def name_of(dtype: object) -> str:

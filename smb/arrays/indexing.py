@@ -104,9 +104,12 @@ def _spread(name: str, dtype: np.dtype[Any], shape: tuple[int, ...], value: Any)
     """Return a value as a flat array for elements of that shape, as numpy's assignment would spread it."""
     try:
         given = np.asarray(value)
-        if given.dtype.kind not in "biuf" and given.dtype not in (each.numpy for each in DTYPES.values()):
-            raise InvalidArgumentError(f"buffer {name!r}: values are numbers, not {reprlib.repr(value)}")
-        whole = dtype.kind in "iu"
+        wanted = "biufc" if dtype.kind == "c" else "biuf"  # numpy would drop imaginary parts
+        of_buffers = given.dtype.kind == "V" and given.dtype in [each.numpy for each in DTYPES.values()]
+        if given.dtype.kind not in wanted and not of_buffers:
+            kind = "numbers" if given.dtype.kind != "c" else f"numbers of {dtype}"
+            raise InvalidArgumentError(f"buffer {name!r}: values are {kind}, not {reprlib.repr(value)}")
+        whole = dtype.kind in "iub"
         values = given.astype(dtype) if not whole or given.dtype.kind in "iub" else None
         if values is None or (whole and not np.array_equal(values, given)):
             raise InvalidArgumentError(

@@ -34,6 +34,7 @@ _MASKED = (
     "array.filled(0)"
 )
 _DLPACK_KINDS = {0: "int", 1: "uint", 2: "float", 4: "bfloat", 5: "complex", 6: "bool"}
+_DLPACK_FLOAT8 = {10: "float8_e4m3fn", 12: "float8_e5m2"}
 
 
 class Memory:
@@ -178,13 +179,16 @@ def scalar(value: Any, dtype: Dtype) -> np.ndarray[Any, Any] | None:
         if value is None or np.ma.is_masked(value):  # numpy would turn None into NaN
             return None
         given = np.asarray(value.item() if is_tensor(value) and value.dim() == 0 else value)
-        if given.ndim != 0 or given.dtype.kind in "cmMSUV":  # numpy would take the real part, or parse the text
+        if given.ndim == 0 and given.dtype == dtype.numpy:
+            return given
+        # numpy would take the real part, or parse the text
+        if given.ndim != 0 or given.dtype.kind in ("mMSUV" if dtype.numpy.kind == "c" else "cmMSUV"):
             return None
         with np.errstate(over="ignore", invalid="ignore"):
             element = given.astype(dtype.numpy)
     except (TypeError, ValueError, OverflowError, RuntimeError):  # RuntimeError: raised by torch for the meta device
         return None
-    return None if dtype.numpy.kind in "iu" and element != given else element
+    return None if dtype.numpy.kind in "iub" and element != given else element
 
 
 def writable(out: Any, dtype: Dtype, count: int) -> Memory:
@@ -253,15 +257,18 @@ def _as_numpy(array: Any, dtype: Dtype) -> np.ndarray[Any, Any]:
     refusal = f"{reprlib.repr(array)} cannot be converted to {dtype.name}"
     try:
         plain = np.asarray(array)
+        # Whole numbers of more than 63 bits beside smaller ones are floats for numpy, which cannot hold them all.
+        big = plain.dtype.kind == "f" and dtype.name == "uint64"
+        exact = np.asarray(array, dtype.numpy) if big else plain
     # RuntimeError: raised by torch for tensors in a list
     except (TypeError, ValueError, OverflowError, RuntimeError) as error:
         raise InvalidArgumentError(f"{refusal}: {error}") from error
-    if plain.dtype.kind not in "biuf":
+    if plain.dtype.kind not in ("biufc" if dtype.numpy.kind == "c" else "biuf"):
         raise InvalidArgumentError(refusal)
     with np.errstate(over="ignore", invalid="ignore"):
-        converted = plain.astype(dtype.numpy)
+        converted = exact.astype(dtype.numpy)
     # A list of numbers means numbers of the buffer's type, if the type can represent them.
-    if dtype.numpy.kind in "iu" and not np.array_equal(plain, converted):
+    if dtype.numpy.kind in "iub" and not np.array_equal(plain, converted):
         raise InvalidArgumentError(refusal)
     return converted
 
@@ -352,6 +359,7 @@ def _of_dlpack(array: Any, dtype: Dtype) -> Memory:
     tensor = _DLTensor.from_address(cast(int, address))
     bits = tensor.dtype.bits
     name = f"{_DLPACK_KINDS.get(tensor.dtype.code, 'unknown')}{bits}".replace("bool8", "bool")
+    name = _DLPACK_FLOAT8.get(tensor.dtype.code, name)
     if name != dtype.name or tensor.dtype.lanes != 1:
         given = name if name in DTYPES else str(getattr(array, "dtype", name))
         raise _wrong_dtype(array, given, dtype)

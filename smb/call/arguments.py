@@ -10,12 +10,10 @@ import numpy as np
 
 from smb import engine
 from smb.arrays import memory as arrays
-from smb.arrays.dtypes import DTYPES, OPS, WIRES, Dtype
+from smb.arrays.dtypes import ATOMIC, BITS, DTYPES, OPS, WIRES, Dtype
 from smb.buffer_info import BufferInfo
 from smb.engine import Request, memory_of
 from smb.errors import InvalidArgumentError
-
-_LOWEST, _HIGHEST = -(2**63), 2**63 - 1
 
 
 class Arguments:
@@ -30,6 +28,7 @@ class Arguments:
         self.itemsize = self.dtype.itemsize
         self.default_wire = WIRES[info.wire]
         self.size = info.nbytes // self.itemsize
+        self._any_scale = not self.dtype.storage and self.dtype.numpy.kind not in "iu"
         self.note: Callable[[Any], None] | None = None  # tells RDMA which arrays are transferred
 
     def asked(self, call: str) -> str:
@@ -117,21 +116,36 @@ class Arguments:
             )
         return offset, count
 
-    def counter(self, call: str, index: int, *values: int) -> tuple[int, ...]:
-        """Return index and values as Python's integers."""
-        if self.dtype.name != "int64":
+    def atomic(self, call: str, index: int, *values: float) -> tuple[int, ...]:
+        """Return the index and the values of fetch_add and compare_swap. A value is an element's bits, in the low bytes
+        of a word.
+        """
+        dtype = self.dtype
+        if dtype.name not in ATOMIC:
             raise InvalidArgumentError(
-                f"{self.asked(call)}: counters need an int64 buffer, and this one is {self.dtype.name}"
+                f"{self.asked(call)}: it needs a buffer of {', '.join(ATOMIC[:-1])} or {ATOMIC[-1]}, and this one is "
+                f"{dtype.name}"
             )
         index, _ = self.range(index, 1, call)
+        whole = dtype.numpy.kind in "iu"
         try:
-            integers = tuple(operator.index(value) for value in values)
+            numbers = [operator.index(value) if whole else value for value in values]  # type: ignore[arg-type]
         except TypeError as error:
             raise InvalidArgumentError(f"{self.asked(call)}: values must be integers, not {values}") from error
-        for value in integers:
-            if not _LOWEST <= value <= _HIGHEST:
-                raise InvalidArgumentError(f"{self.asked(call)}: {value} does not fit into 64 bits")
-        return index, *integers
+        elements = [arrays.scalar(number, dtype) for number in numbers]
+        for number, element in zip(numbers, elements, strict=True):
+            if element is None:
+                raise InvalidArgumentError(
+                    f"{self.asked(call)}: {number} does not fit into {8 * self.itemsize} bits of {dtype.name}"
+                    if whole
+                    else f"{self.asked(call)}: values must be numbers, not {number!r}"
+                )
+        words = [int.from_bytes(element.tobytes(), "little") for element in elements if element is not None]
+        return index, *words
+
+    def number(self, bits: int) -> Any:
+        """Return an element, given as its bits in the low bytes of a word, as Python's number."""
+        return np.frombuffer(bits.to_bytes(8, "little"), self.dtype.numpy, 1)[0].item()
 
     def wire(self, wire: str | None, call: str) -> int:
         """Return the number of a call's wire. None stands for the buffer's own wire."""
@@ -147,7 +161,7 @@ class Arguments:
 
     def op(self, op: str, scale: float, call: str) -> int:
         """Return an op's number. Raises InvalidArgumentError if the dtype does not have the op with this scale."""
-        if type(scale) is float and self.dtype.numpy.kind not in "iu" and op in OPS:
+        if type(scale) is float and self._any_scale and op in OPS and op not in BITS:
             return OPS[op]
         if op not in OPS:
             raise InvalidArgumentError(f"{self.asked(call)}: unknown op {op!r}; known are {', '.join(OPS)}")
@@ -164,6 +178,17 @@ class Arguments:
             RuntimeError,
         ) as error:  # RuntimeError: raised by a tensor without memory
             raise InvalidArgumentError(f"{self.asked(call)}: scale must be a number, not {scale!r}") from error
+        if not accepted and self.dtype.storage and (op not in BITS or self.dtype.numpy.kind not in "iub"):
+            bits = ", 'band', 'bor' and 'bxor'" if self.dtype.numpy.kind in "iub" else ""
+            raise InvalidArgumentError(
+                f"{self.asked(call)}: there is no arithmetic on {self.dtype.name}, which is for storage; it takes "
+                f"op='replace'{bits} with scale=1, and op={op!r} with scale={scale} was asked"
+            )
+        if not accepted and op in BITS:
+            raise InvalidArgumentError(
+                f"{self.asked(call)}: op={op!r} combines the bits of whole numbers and bool, with scale=1; this buffer "
+                f"is {self.dtype.name}, and scale={scale} was asked"
+            )
         if not accepted:
             raise InvalidArgumentError(
                 f"{self.asked(call)}: scale={scale} does not fit {self.dtype.name}; integer buffers take integer "

@@ -476,16 +476,11 @@ def dispatcher_of(session: Session, info: BufferInfo) -> Dispatcher:
     return TracedDispatcher(session, info) if tracing.on() else Dispatcher(session, info)
 
 
-def _go_on(calls: weakref.ref[Dispatcher], started: float, request_address: int, outcome_address: int) -> int:
-    """Go on with a direct method's call that failed. The addresses are those of the engine's structs; the caller holds
-    the buffer.
+def _go_on(calls: weakref.ref[Dispatcher], started: float, request_address: int, outcome_address: int) -> Any:
+    """Go on with a direct method's call that failed, and return the engine's word as an element. The addresses are
+    those of the engine's structs; the caller holds the buffer.
     """
     request, ended = engine.direct_call(request_address, outcome_address)
     dispatcher = calls()
     assert dispatcher is not None
-    return signed(dispatcher.call(request, started=started, ended=ended))
-
-
-def signed(value: int) -> int:
-    """Return a word of the engine as the int64 that it is."""
-    return value - 2**64 if value >= 2**63 else value
+    return dispatcher.arguments.number(dispatcher.call(request, started=started, ended=ended))

@@ -138,10 +138,15 @@ def error_of(
             f"{asked}: {where} runs a release that cannot take a gradient from a client; run newer memory servers; "
             f"{applied}"
         )
+    if outcome.status is Status.VERSION and opcode in (Opcode.FETCH_ADD, Opcode.COMPARE_SWAP):
+        return TransportError(
+            f"{asked}: {where} runs a release that knows this call for int64 buffers alone; run newer memory servers; "
+            f"{applied}"
+        )
     if outcome.status is Status.VERSION:
         return TransportError(
-            f"{asked}: {where} runs a release that does not know this wire; run newer memory servers, or pass "
-            f"wire='int8'; {applied}"
+            f"{asked}: {where} runs a release that does not know this wire or op; run newer memory servers, or pass "
+            f"another, e.g. wire='int8'; {applied}"
         )
     if outcome.status is Status.OUT_OF_MEMORY:
         no_memory = f"{where} (is its file system full?) or this process ran out of memory"

@@ -34,7 +34,7 @@ _NPY_HEADER_BYTES_MAX = 10 + 0xFFFF
 # as Python, so it raises errors of the tokenizer and the parser, and warns of some kinds, which is an error under
 # `python -W error`.
 _NPY_HEADER = re.compile(
-    rb"\{'descr': '(?P<descr>[<|][biuf]\d{1,2})', 'fortran_order': False, "
+    rb"\{'descr': '(?P<descr>[<|][biufc]\d{1,2})', 'fortran_order': False, "
     rb"'shape': \((?P<shape>(?:\d{1,20}(?:, \d{1,20}){0,%d},?)?)\), \} *\n" % (DIMENSIONS_MAX - 1)
 )
 

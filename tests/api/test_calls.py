@@ -28,6 +28,12 @@ DTYPES = {
     "int64": np.int64,
     "uint8": np.uint8,
 }
+STORAGE = {  # dtypes without arithmetic
+    **{name: np.dtype(name) for name in ("int8", "int16", "uint16", "uint32", "uint64", "complex64", "bool")},
+    "float8_e4m3fn": ml_dtypes.float8_e4m3fn,
+    "float8_e5m2": ml_dtypes.float8_e5m2,
+}
+BITS = {"band": np.bitwise_and, "bor": np.bitwise_or, "bxor": np.bitwise_xor}
 OPS: dict[str, Any] = {
     "sum": lambda b, a, s: b + s * a,
     "min": lambda b, a, s: np.minimum(b, s * a),
@@ -54,13 +60,13 @@ def counting(size: int, dtype: Any) -> np.ndarray[Any, Any]:
 # ---- reading and writing
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES | STORAGE)
 def test_every_dtype_and_any_range(client: smb.Client, dtype: str) -> None:
     """What is written at an offset is read there, around it stays what was; an odd size over three servers."""
     size = 7 * PAGE + 13
     buffer = client.create("w", size, dtype, stripe=PAGE)
     assert not buffer.read().any()
-    values = counting(size, DTYPES[dtype])
+    values = counting(size, (DTYPES | STORAGE)[dtype]) if dtype != "bool" else counting(size, int) % 3 == 1
     buffer.write(values)
     assert buffer.read().dtype == values.dtype
     np.testing.assert_array_equal(buffer.read(), values)
@@ -73,8 +79,8 @@ def test_every_dtype_and_any_range(client: smb.Client, dtype: str) -> None:
         buffer.write(part, offset)
         np.testing.assert_array_equal(buffer.read(offset, count), part)
     np.testing.assert_array_equal(buffer.read(), values)
-    buffer.fill(3)
-    np.testing.assert_array_equal(buffer.read(), np.full(size, 3, DTYPES[dtype]))
+    buffer.fill(1)
+    np.testing.assert_array_equal(buffer.read(), np.ones(size, buffer.dtype))
 
 
 def test_shapes(client: smb.Client) -> None:
@@ -206,6 +212,61 @@ def test_accumulate_is_numpys_arithmetic(client: smb.Client, dtype: str, op: str
     np.testing.assert_array_equal(buffer.read(), expected)
 
 
+@pytest.mark.parametrize("dtype", STORAGE)
+def test_dtypes_for_storage_have_no_arithmetic(client: smb.Client, dtype: str) -> None:
+    """Every op but replace is refused by a sentence that names the dtype, and nothing changes; replace is taken, with
+    fetch and on the servers, too.
+    """
+    buffer = client.create("s", 3 * PAGE, dtype, stripe=PAGE)
+    values = counting(3 * PAGE, int).astype(buffer.dtype)
+    buffer.write(values)
+    whole = buffer.dtype.kind in "iub"
+    for op in OPS:
+        for scale in (1, 1.0, 2.0):
+            if op == "replace" and scale != 2.0:
+                continue
+            with pytest.raises(smb.InvalidArgumentError, match=f"there is no arithmetic on {dtype}, .* op='replace'"):
+                buffer.accumulate(values, op=op, scale=scale)
+    with pytest.raises(smb.InvalidArgumentError, match=f"on {dtype}"):
+        buffer.accumulate(values)
+    with pytest.raises(smb.InvalidArgumentError, match=f"on {dtype}"):
+        buffer.accumulate_sparse([1], values[:1])
+    with pytest.raises(smb.InvalidArgumentError, match=f"on {dtype}"):
+        buffer.accumulate_from(buffer)
+    if not whole:
+        with pytest.raises(smb.InvalidArgumentError, match=f"on {dtype}"):
+            buffer.accumulate(values, op="bor")
+    np.testing.assert_array_equal(buffer.read(), values)
+    other = client.create("o", like=buffer)
+    other.accumulate_from(buffer, op="replace")
+    np.testing.assert_array_equal(other.read(), values)
+    back = values[::-1].copy()
+    np.testing.assert_array_equal(buffer.accumulate(back, op="replace", fetch=True), back)
+    buffer.accumulate_sparse([1, 5], values[:2], op="replace")
+    np.testing.assert_array_equal(buffer.read()[[1, 5]], values[:2])
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64", "bool"])
+@pytest.mark.parametrize("op", BITS)
+def test_bits_are_combined(client: smb.Client, dtype: str, op: str) -> None:
+    """As numpy does it: whole, in part, with fetch, of some elements, and between buffers."""
+    random = np.random.default_rng(9)
+    size = 3 * PAGE + 5
+    before, array = (random.integers(0, 2 if dtype == "bool" else 256, size).astype(dtype) for _ in range(2))
+    buffer = client.create("b", size, dtype, stripe=PAGE)
+    buffer.write(before)
+    before[11:] = BITS[op](before[11:], array[11:])
+    np.testing.assert_array_equal(buffer.accumulate(array[11:], 11, op=op, fetch=True), before[11:])
+    indices = np.sort(random.choice(size, 500, replace=False))
+    before[indices] = BITS[op](before[indices], array[:500])
+    buffer.accumulate_sparse(indices, array[:500], op=op)
+    np.testing.assert_array_equal(buffer.read(), before)
+    other = client.create("o", like=buffer)
+    other.write(array)
+    other.accumulate_from(buffer, op=op)
+    np.testing.assert_array_equal(other.read(), BITS[op](array, before))
+
+
 def test_integers_wrap_around(client: smb.Client) -> None:
     """Sums and products of integers are taken modulo 2 to the number of bits, as numpy does."""
     buffer = client.create("w", 2, "int64")
@@ -322,6 +383,59 @@ def test_counters(client: smb.Client) -> None:
         assert buffer.fetch_add(index, 1) == 2**63 - 1
         assert buffer.read(index, 1)[0] == -(2**63)
     assert np.count_nonzero(buffer.read()) == 3
+
+
+@pytest.mark.parametrize("dtype", ["int32", "uint32", "uint64"])
+def test_counters_of_other_integers(client: smb.Client, dtype: str) -> None:
+    """They wrap around in their own width, leave their neighbours alone, and take only numbers that they can hold."""
+    buffer = client.create("counters", 3 * PAGE, dtype, stripe=PAGE)
+    low, high = int(np.iinfo(buffer.dtype).min), int(np.iinfo(buffer.dtype).max)
+    for index in (1, 1024, buffer.size - 2):
+        assert buffer.fetch_add(index, high) == 0
+        assert buffer.fetch_add(index, 3) == high
+        assert buffer.fetch_add(np.int16(index), np.uint8(0)) == low + 2
+        assert buffer.compare_swap(index, low + 2, high) == low + 2
+        assert buffer.compare_swap(index, low, 0) == high
+        assert type(buffer.fetch_add(index, 0)) is int
+        for bad in (low - 1, high + 1):
+            with pytest.raises(smb.InvalidArgumentError, match=f"does not fit into .* bits of {dtype}"):
+                buffer.fetch_add(index, bad)
+            with pytest.raises(smb.InvalidArgumentError, match="does not fit"):
+                buffer.compare_swap(index, bad, 0)
+        with pytest.raises(smb.InvalidArgumentError, match="must be integers"):
+            buffer.fetch_add(index, 0.5)
+    assert np.count_nonzero(buffer.read()) == 3
+    buffer.accumulate(np.ones(1, dtype), 0, op="replace")
+    assert buffer.compare_swap(0, 1, 5) == 1
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_counters_of_floats(client: smb.Client, dtype: str) -> None:
+    """Sums are the dtype's own, and compare_swap compares bits: 0.0 is not -0.0, and a NaN equals itself."""
+    kind = np.dtype(dtype).type
+    buffer = client.create("floats", 3 * PAGE, dtype, stripe=PAGE)
+    expected = kind(0)
+    for value in (0.1, 0.2, 1e9, -3, np.float32(0.3), float("inf")):
+        assert buffer.fetch_add(1500, value) == float(expected)
+        expected += kind(value)
+    assert buffer.fetch_add(1500, 0.0) == float("inf")
+    assert buffer.compare_swap(0, -0.0, 1.0) == 0.0
+    assert buffer.read(0, 1)[0] == 0.0
+    assert buffer.compare_swap(0, 0.0, float("nan")) == 0.0
+    assert np.isnan(buffer.compare_swap(0, float("nan"), 0.7))
+    assert buffer.compare_swap(0, 0.7, 2) == float(kind(0.7))
+    assert type(buffer.fetch_add(0, 0)) is float
+    assert buffer.read()[[0, 1, 1500]].tolist() == [2.0, 0.0, float("inf")]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "uint8", "int8", "bool", "complex64", "float8_e5m2"])
+def test_dtypes_without_counters(client: smb.Client, dtype: str) -> None:
+    """fetch_add and compare_swap name the dtypes that they take, and this one."""
+    buffer = client.create("w", 10, dtype)
+    for call in (lambda: buffer.fetch_add(0, 1), lambda: buffer.compare_swap(0, 0, 1)):
+        with pytest.raises(smb.InvalidArgumentError, match=f"of int32, .* or float64, and this one is {dtype}"):
+            call()
+    assert not buffer.read().any()
 
 
 # ---- the same memory, seen in several ways

@@ -86,7 +86,7 @@ BAD_CREATIONS: list[tuple[dict[str, Any], str]] = [
     ({"shape": "ab"}, "shape"),
     ({"shape": (2**60,)}, "shape"),
     ({"shape": (1,) * 40}, "extents"),
-    ({"dtype": "complex64"}, "supported are float16"),
+    ({"dtype": "complex128"}, "supported are float16"),
     ({"dtype": object()}, "supported are float16"),
     ({"stripe": 5000}, "multiple of 4096"),
     ({"stripe": 0}, "stripe"),
@@ -205,8 +205,9 @@ BAD_CALLS: list[tuple[Callable[[smb.Buffer], Any], str]] = [
     (lambda w: w.accumulate_from([w, w], op="replace", scale=[1.0]), "2 buffers, 1 scales and 2 wires were passed"),
     (lambda w: w.accumulate_from([w, w], op="replace", scale=[1, "2"]), "scale must be a number, not '2'"),
     (lambda w: w.accumulate_from([w, w], op="replace", wire=["exact", "int9"]), "unknown wire 'int9'"),
-    (lambda w: w.fetch_add(0, 1), "counters need an int64 buffer, and this one is float32"),
-    (lambda w: w.compare_swap(0, 0, 1), "counters need an int64 buffer"),
+    (lambda w: w.fetch_add(0, "1"), "values must be numbers, not '1'"),  # type: ignore[type-var]
+    (lambda w: w.compare_swap(0, None, 1.0), "values must be numbers, not None"),  # type: ignore[type-var]
+    (lambda w: w.accumulate([1], op="band"), "combines the bits of whole numbers and bool, with scale=1; .* float32"),
 ]
 
 
@@ -228,6 +229,7 @@ BAD_INTEGER_CALLS: list[tuple[Callable[[smb.Buffer], Any], str]] = [
     (lambda c: c.fetch_add(0, 1.5), "must be integers"),  # type: ignore[arg-type]
     (lambda c: c.compare_swap(0, 0, -(2**63) - 1), "does not fit into 64 bits"),
     (lambda c: c.compare_swap(0, "0", 1), "must be integers"),  # type: ignore[arg-type]
+    (lambda c: c.accumulate([1], op="bor", scale=2), "with scale=1; this buffer is int64, and scale=2 was asked"),
     (lambda c: c.accumulate([1], scale=0.5), "integer buffers take integer scales"),
     (lambda c: c.accumulate([1], scale=2**63), "integer scales"),
     (lambda c: c.accumulate([1], scale=2**53 + 1), "a double holds exactly"),

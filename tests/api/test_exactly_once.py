@@ -37,11 +37,12 @@ def test_additions_go_on_over_kills(cluster: smb.LocalCluster, transport: str) -
         client.delete("w")
 
 
-def test_counters_give_each_number_once_over_kills(cluster: smb.LocalCluster) -> None:
+@pytest.mark.parametrize("dtype", ["int64", "float32"])
+def test_counters_give_each_number_once_over_kills(cluster: smb.LocalCluster, dtype: str) -> None:
     """fetch_add and compare_swap over a restart: every old value is given once, none is left out."""
     with smb.connect(cluster.address, transport=FAR, timeout=30) as client:
-        counter = client.create("c", 8, "int64", servers=["server-0"])
-        given: list[int] = []
+        counter = client.create("c", 8, dtype, servers=["server-0"])
+        given: list[float] = []
         for _ in range(3):
             last = len(given) + 400
             killed = None

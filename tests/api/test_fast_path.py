@@ -79,6 +79,7 @@ def test_the_usual_calls_are_direct(buffer: smb.Buffer, counter: smb.Buffer, lon
         -4,
         -4,
     )
+    assert [buffer.fetch_add(3, 0.5), buffer.compare_swap(3, 0.5, -1.0), buffer.fetch_add(3, 0.0)] == [0.0, 0.5, -1.0]
     buffer.write(np.zeros(COUNT, np.float32))
     assert long_way == []
     buffer.accumulate(array, 0, op="max")  # and what only Python knows goes there
@@ -195,6 +196,18 @@ def test_both_ways_count_alike(counter: smb.Buffer, index: int) -> None:
     name, args, named = COUNTER_CALLS[index]
     direct, python = getattr(counter, name), behind(counter, name)
     assert outcome_of(counter, direct, args, named) == outcome_of(counter, python, args, named)
+
+
+@pytest.mark.parametrize("dtype", ["int32", "uint32", "uint64", "float32", "float64"])
+def test_both_ways_count_alike_in_each_dtype(client: smb.Client, dtype: str) -> None:
+    """The largest and smallest numbers, those past them, signs, NaN and what is no number."""
+    typed = client.create("typed", 4, dtype)
+    ends = [2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**63 - 1, 2**64 - 1, 2**64, -1, -(2**31), -(2**31) - 1]
+    for value in [*ends, 0.1, -0.0, 1e300, float("nan"), float("-inf"), np.float32(0.1), "1", None, True]:
+        for name, args in (("fetch_add", (1, value)), ("compare_swap", (1, 3, value)), ("compare_swap", (1, value, 0))):
+            direct, python = getattr(typed, name), behind(typed, name)
+            assert outcome_of(typed, direct, args, {}) == outcome_of(typed, python, args, {}), (name, args)
+    client.delete("typed")
 
 
 def test_other_dtypes_and_buffers_with_two_copies(client: smb.Client) -> None:

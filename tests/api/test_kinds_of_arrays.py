@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import smb
-from smb.arrays.dtypes import DTYPES
+from smb.arrays.dtypes import BITS, DTYPES, OPS
 from smb.arrays.memory import readable, writable
 from tests.support.doc_tables import table_of
 
@@ -295,6 +295,77 @@ def test_indices_are_arrays_too(client: smb.Client) -> None:
     with pytest.raises(smb.InvalidArgumentError):
         buffer.accumulate_sparse(np.array([1, 3]), one.reshape(1, 2))
     client.delete(buffer)
+
+
+DTYPE_PAGE = table_of("arrays.md", "dtype")
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_element_types(client: smb.Client, name: str) -> None:
+    """A buffer of each dtype is written, filled, read and published; it takes the operations of the page, no others."""
+    assert DTYPE_PAGE.keys() == DTYPES.keys()
+    arithmetic, bits, atomic = (word == "yes" for word in DTYPE_PAGE[name])
+    numbers: list[Any] = [True, False, True] if name == "bool" else [1 + 2j, 0, 1] if name == "complex64" else [1, 0, 2]
+    with_name = client.create(name, 3, name)
+    kind = getattr(torch, name, None)
+    assert client.open(name).dtype == DTYPES[name].numpy
+    for given in (numbers, np.array(numbers).astype(with_name.dtype), torch.tensor(numbers).to(kind) if kind else []):
+        if len(given):
+            with_name.fill(0)
+            with_name.write(given)
+            assert with_name.read().tolist() == numbers
+    with_name[1:] = numbers[0]
+    assert with_name.read().tolist() == [numbers[0]] * 3
+    if kind is not None:
+        out = torch.zeros(3, dtype=kind)
+        with_name.read(out=out)
+        assert out.tolist() == [numbers[0]] * 3
+    with_name.fill(numbers[0])
+    one = np.array(numbers).astype(with_name.dtype)
+    for op in OPS:
+        taken = op == "replace" or (bits if op in BITS else arithmetic)
+        with_name.fill(1)
+        if taken:
+            with_name.accumulate(one, op=op)
+        else:
+            with pytest.raises(smb.InvalidArgumentError, match=name):
+                with_name.accumulate(one, op=op)
+            assert with_name.read().tolist() == [1, 1, 1]
+    with_name.fill(0)
+    if atomic:
+        assert (with_name.fetch_add(1, 1), with_name.compare_swap(1, 1, 0)) == (0, 1)
+    else:
+        with pytest.raises(smb.InvalidArgumentError, match=name):
+            with_name.fetch_add(1, 1)
+    versions = client.create("versions", 3, name, versions=2)
+    versions.publish(one)
+    assert versions.read().tolist() == numbers
+    for each in (with_name, versions):
+        client.delete(each)
+
+
+def test_numbers_that_a_dtype_cannot_hold(client: smb.Client) -> None:
+    """They are refused, not changed: in lists, fill and assignment."""
+    bad: list[tuple[str, Any]] = [
+        ("bool", 2), ("bool", -1), ("bool", 0.5), ("int8", 128), ("uint16", -1), ("uint32", 2**32), ("uint64", 2**64),
+        ("uint64", -1), ("int16", 0.5), ("uint64", 1j), ("float8_e4m3fn", 1j), ("complex64", "1"),
+    ]  # fmt: skip
+    for name, value in bad:
+        buffer = client.create("holds", 2, name)
+        calls: list[tuple[Callable[..., object], Any]] = [
+            (buffer.fill, (value,)), (buffer.write, ([1, value],)), (buffer.__setitem__, (0, value))
+        ]  # fmt: skip
+        for call, arguments in calls:
+            with pytest.raises(smb.InvalidArgumentError):
+                call(*arguments)
+        assert not buffer.read().any()
+        client.delete(buffer)
+    large = client.create("large", 2, "uint64")
+    large.write([1, 2**63 + 1])  # numpy's array of these is of floats, which have no such number
+    assert large.read().tolist() == [1, 2**63 + 1]
+    large.fill(2**64 - 1)
+    assert large.read().tolist() == [2**64 - 1] * 2
+    client.delete(large)
 
 
 def test_conjugates_of_named_tensors(client: smb.Client) -> None:

@@ -51,7 +51,11 @@ def _tables() -> dict[str, str]:
             ("number>", "status", "meaning"), ([row["number"], _code(row), row["meaning"]] for row in statuses)
         ),
         "dtypes": _table(
-            ("dtype", "number>", "bytes>"), ([row["name"], row["number"], row["bytes"]] for row in TABLE["dtype"])
+            ("dtype", "number>", "bytes>", "arithmetic"),
+            (
+                [row["name"], row["number"], row["bytes"], "no" if row.get("storage") else "yes"]
+                for row in TABLE["dtype"]
+            ),
         ),
         "ops": _table(("op", "number>", "new value"), ops),
         "wires": _table(
@@ -95,8 +99,8 @@ def _bits(row: dict[str, Any]) -> str:
 def _payload(row: dict[str, Any]) -> str:
     """Return the column: what is said of it, or what follows from the number."""
     payload = row.get("text") or {"elements": "the range's elements", 0: "none"}[row["payload"]]
-    more = [f"dtype {row['dtype']}"] if "dtype" in row else []
-    more += ["length 8"] if row["name"] in ("FETCH_ADD", "COMPARE_SWAP") else []
+    more = [f"dtype {', '.join(row['dtypes'])}"] if "dtypes" in row else []
+    more += ["one element"] if row.get("element") else []
     more += ["no range"] if not row["range"] else []
     return "; ".join([payload, *more])
 

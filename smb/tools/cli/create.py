@@ -20,7 +20,8 @@ def create(
         typer.Option(
             "--dtype",
             metavar="TYPE",
-            help="float16, float32, float64, bfloat16, int32, int64 or uint8. [default: float32]",
+            help="float16, float32, float64, bfloat16, int32, int64 or uint8; for storage alone also int8, int16, "
+            "uint16, uint32, uint64, complex64, bool, float8_e4m3fn or float8_e5m2. [default: float32]",
         ),
     ] = None,
     servers: Annotated[

@@ -306,8 +306,41 @@ static void answers_to_one_place(void)
     }
 }
 
-/* A server whose HELLO has no features gets no int4, no gradient and no rounding, because it would
- * close the connection. It gets the operations that it knows. */
+/* An older server gets no operation on bits. It would close the connection. */
+static void no_bits_without_the_feature(void)
+{
+    struct answering self = in_order(UINT32_MAX);
+    struct reached reached;
+    reach_it(&self, &reached, answer_calls);
+    uint8_t *elements = calloc(1, BYTES);
+    for (int op = SMB_BAND; op <= SMB_BXOR; op++) {
+        struct smb_outcome outcome;
+        struct smb_request request = {.opcode = SMB_ACCUMULATE,
+                                      .op = op,
+                                      .scale = 1.0,
+                                      .bytes = BYTES,
+                                      .source = elements,
+                                      .timeout_ms = RIG_TIMEOUT_MS};
+        smb_transfer(reached.buffer, &request, &outcome);
+        CHECK_EQ(outcome.status, SMB_VERSION);
+        CHECK(!outcome.sent);
+        request.opcode = SMB_ACCUMULATE_FROM, request.other = reached.buffer;
+        request.source = NULL;
+        smb_transfer(reached.buffer, &request, &outcome);
+        CHECK_EQ(outcome.status, SMB_VERSION);
+        CHECK(!outcome.sent);
+    }
+    struct smb_outcome outcome;
+    struct smb_request known = {
+        .opcode = SMB_READ, .bytes = BYTES, .sink = elements, .timeout_ms = RIG_TIMEOUT_MS};
+    smb_transfer(reached.buffer, &known, &outcome);
+    CHECK_EQ(outcome.status, SMB_OK);
+    free(elements);
+    leave_it(&self, &reached);
+}
+
+/* A server whose HELLO has no features gets no int4, no gradient, no rounding and no counter of
+ * floats, because it would close the connection. It gets the operations that it knows. */
 static void no_feature_no_use_of_it(void)
 {
     struct answering self = in_order(UINT32_MAX);
@@ -339,6 +372,12 @@ static void no_feature_no_use_of_it(void)
     smb_transfer(reached.buffer, &step, &outcome);
     CHECK_EQ(outcome.status, SMB_VERSION);
     CHECK(!outcome.sent);
+    for (int opcode = SMB_FETCH_ADD; opcode <= SMB_COMPARE_SWAP; opcode++) {
+        struct smb_request count = {.opcode = opcode, .bytes = 4, .timeout_ms = RIG_TIMEOUT_MS};
+        smb_transfer(reached.buffer, &count, &outcome);
+        CHECK_EQ(outcome.status, SMB_VERSION);
+        CHECK(!outcome.sent);
+    }
     struct smb_request rounded = {.opcode = SMB_ACCUMULATE_FROM,
                                   .op = SMB_SUM,
                                   .scale = 1.0,
@@ -429,8 +468,13 @@ static void no_room_for_a_repetition(void)
 int main(void)
 {
     static const struct test tests[] = {
-        TEST(answers_in_order),         TEST(answers_in_any_order), TEST(refusals_among_them),
-        TEST(answers_that_are_cut),     TEST(answers_to_one_place), TEST(no_feature_no_use_of_it),
+        TEST(answers_in_order),
+        TEST(answers_in_any_order),
+        TEST(refusals_among_them),
+        TEST(answers_that_are_cut),
+        TEST(answers_to_one_place),
+        TEST(no_feature_no_use_of_it),
+        TEST(no_bits_without_the_feature),
         TEST(no_room_for_a_repetition),
     };
     return RUN_TESTS(tests);

@@ -10,6 +10,7 @@
 #include <sys/stat.h>
 #include <sys/wait.h>
 
+#include "base/frame.h"
 #include "check.h"
 #include "memory/change.h"
 #include "memory/kernels.h"
@@ -531,9 +532,64 @@ static void words(void)
     CHECK_EQ(swap.result, -6);
     CHECK_EQ(((int64_t *)smb_segment_data(segment))[2], 1);
     smb_segment_release(segment);
-    segment = make("b", SMB_FLOAT64); /* eight bytes, too, but not an integer */
+    segment = make("b", SMB_COMPLEX64); /* eight bytes, too, but not one number */
     CHECK_EQ(apply(segment, SMB_FETCH_ADD, 0, 8, NULL, NULL), SMB_INVALID);
     smb_segment_release(segment);
+}
+
+static uint64_t bits_of_float(float value)
+{
+    uint64_t bits = 0;
+    memcpy(&bits, &value, sizeof value);
+    return bits;
+}
+
+/* The same for the other dtypes: the result has the element's bits and zeros above them, what lies
+ * above them in a request is not looked at, and the neighbours stay as they are. */
+static void elements(void)
+{
+    const uint64_t high = 0xABCDULL << 32;
+    const struct {
+        int dtype;
+        uint32_t bytes;
+        uint64_t old, addend, sum;
+    } cases[] = {
+        {SMB_INT32, 4, 0x7FFFFFFF, high + 2, 0x80000001},
+        {SMB_UINT32, 4, 0xFFFFFFFF, high + 3, 2},
+        {SMB_UINT64, 8, UINT64_MAX, 3, 2},
+        {SMB_FLOAT32, 4, bits_of_float(0x1p24F), high + bits_of_float(1), bits_of_float(0x1p24F)},
+        {SMB_FLOAT32, 4, bits_of_float(1.5F), bits_of_float(-0.25F), bits_of_float(1.25F)},
+        {SMB_FLOAT64, 8, smb_bits_of(0x1p24), smb_bits_of(1), smb_bits_of(0x1.000001p24)},
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        struct smb_segment *segment = make("a", cases[i].dtype);
+        uint32_t bytes = cases[i].bytes;
+        uint8_t *data = smb_segment_data(segment);
+        memset(data, 0x55, 64);
+        memcpy(data + 16, &cases[i].old, bytes);
+        struct smb_change add = {
+            .opcode = SMB_FETCH_ADD, .offset = 16, .bytes = bytes, .argument = cases[i].addend};
+        CHECK_EQ(smb_segment_apply(segment, &add, SMB_TRY), SMB_OK);
+        CHECK_EQ(add.result, cases[i].old);
+        CHECK(memcmp(data + 16, &cases[i].sum, bytes) == 0);
+        struct smb_change swap = {.opcode = SMB_COMPARE_SWAP,
+                                  .offset = 16,
+                                  .bytes = bytes,
+                                  .argument = 7,
+                                  .expected = cases[i].sum + 1};
+        CHECK_EQ(smb_segment_apply(segment, &swap, SMB_TRY), SMB_OK);
+        CHECK_EQ(swap.result, cases[i].sum);
+        CHECK(memcmp(data + 16, &cases[i].sum, bytes) == 0);
+        swap.expected = cases[i].sum + (bytes < 8 ? high : 0);
+        CHECK_EQ(smb_segment_apply(segment, &swap, SMB_TRY), SMB_OK);
+        CHECK_EQ(swap.result, cases[i].sum);
+        uint64_t stored = 0;
+        memcpy(&stored, data + 16, bytes);
+        CHECK_EQ(stored, 7);
+        CHECK(data[15] == 0x55 && data[16 + bytes] == 0x55);
+        CHECK_EQ(apply(segment, SMB_FETCH_ADD, 16, 2 * (uint64_t)bytes, NULL, NULL), SMB_INVALID);
+        smb_segment_release(segment);
+    }
 }
 
 /* Fill repeats an element of each width; accumulate with a sink returns the new values. */
@@ -723,6 +779,7 @@ int main(void)
         TEST(wrong_sizes),
         TEST(bounds),
         TEST(words),
+        TEST(elements),
         TEST(fill_and_fetch),
         TEST(deleted_for_all),
         TEST(what_was_never_written_to),

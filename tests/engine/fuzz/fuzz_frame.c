@@ -56,7 +56,7 @@ static struct smb_frame nearly(struct input *input)
                        ? 0
                        : lengths[what / 8 % 8];
     if (frame.opcode == SMB_FETCH_ADD || frame.opcode == SMB_COMPARE_SWAP)
-        frame.length = 8;
+        frame.length = how & 64 ? 4 : 8;
     frame.offset = what >> 6 == 3 ? UINT64_MAX - 7 - take(input, 1) * 8 : 64;
     frame.payload = steps && how & 64                           ? 96 + (how & 32 ? frame.length : 0)
                     : several                                   ? 8 + 16 * (uint32_t)(what % 8)
@@ -139,7 +139,7 @@ static void check_request(const struct smb_frame *frame)
     MUST(element > 0 && frame->length % element == 0 && frame->offset % element == 0);
     MUST(frame->offset <= UINT64_MAX - frame->length);
     if (frame->opcode == SMB_FETCH_ADD || frame->opcode == SMB_COMPARE_SWAP)
-        MUST(frame->length == 8 && frame->dtype == SMB_INT64);
+        MUST(frame->length == element && smb_dtype_is_atomic(frame->dtype));
     if (frame->opcode == SMB_APPLY)
         MUST(frame->dtype == SMB_FLOAT32 && frame->op >= 1 && frame->op <= 6);
     if (frame->opcode == SMB_ACCUMULATE || frame->opcode == SMB_ACCUMULATE_FROM)

@@ -11,7 +11,7 @@ import pytest
 
 from smb import engine
 from smb._engine import ffi, lib
-from smb.arrays.dtypes import DTYPES, OPS, SPARSE_WIRE, WIRES
+from smb.arrays.dtypes import ATOMIC, BITS, DTYPES, OPS, SPARSE_WIRE, WIRES
 from tests.support import protocol_table
 from tests.support.engine_server import EPOCH, FLOATS, SCRATCH, SEGMENT_BYTES, EngineServer, whole
 from tests.support.protocol_table import PAGE, ROOT, TABLE, numbers
@@ -52,6 +52,7 @@ def test_what_the_library_says_of_them() -> None:
     assert sorted(numbers("status").values()) == named
     for row in TABLE["dtype"]:
         assert lib.smb_dtype_bytes(row["number"]) == row["bytes"]
+        assert lib.smb_dtype_is_atomic(row["number"]) == (row["name"] in ATOMIC)
     for row in TABLE["rule"]:
         assert lib.smb_rule_states(row["number"]) == len(row["state"].replace(",", "").split())
     assert max(numbers("opcode").values()) + 1 == lib.SMB_OPCODE_COUNT
@@ -59,9 +60,11 @@ def test_what_the_library_says_of_them() -> None:
 
 def test_numbers_of_python() -> None:
     """Element types, operations and encodings by their public names, and the statuses that Python tells apart."""
-    assert {name: (each.number, each.itemsize) for name, each in DTYPES.items()} == {
-        row["name"]: (row["number"], row["bytes"]) for row in TABLE["dtype"]
+    assert {name: (each.number, each.itemsize, each.storage) for name, each in DTYPES.items()} == {
+        row["name"]: (row["number"], row["bytes"], row.get("storage", False)) for row in TABLE["dtype"]
     }
+    for row in TABLE["opcode"]:
+        assert not row.get("element") or sorted(row["dtypes"]) == sorted(ATOMIC)
     assert numbers("op") == OPS
     assert numbers("wire") == {**WIRES, "sparse": SPARSE_WIRE}
     assert {status.name: status for status in engine.Status}.items() <= numbers("status").items()
@@ -118,7 +121,7 @@ def example_of(text: str) -> list[tuple[str, bytes]]:
 
 def sound(row: dict[str, Any]) -> Frame:
     """Return a request that has what the table demands, of two elements or one word, and nothing else."""
-    dtype = Dtype[row.get("dtype", "float32").upper()]
+    dtype = Dtype[row.get("dtypes", ["float32"])[0].upper()]
     length = (8 if dtype == Dtype.INT64 or row["payload"] == "elements" else 16) if row["range"] else 0
     payload = length if row["payload"] == "elements" else row["payload"]
     frame = whole(row["number"], SCRATCH if dtype == Dtype.INT64 else FLOATS, 0, length)
@@ -144,13 +147,30 @@ def variants(row: dict[str, Any]) -> Iterator[tuple[str, Frame, bool]]:
     yield "range", replace(frame, length=0 if row["range"] else MORE), False
     if row["range"]:
         yield "no dtype", replace(frame, dtype=0), False
-        other = replace(frame, dtype=Dtype.FLOAT64, segment=SCRATCH)
-        yield "another dtype", other, "dtype" not in row
+        for other in TABLE["dtype"]:
+            length = other["bytes"] if row.get("element") else frame.length
+            payload = length if row["payload"] == "elements" else frame.payload
+            changed = replace(
+                frame, dtype=other["number"], segment=SCRATCH, length=length, payload=payload,
+                op=OPS["replace"] if row.get("op") == "op" else frame.op,
+            )  # fmt: skip
+            yield other["name"], changed, other["name"] in row.get("dtypes", DTYPES)
+        if row.get("element"):
+            yield "two elements", replace(frame, length=2 * frame.length), False
     for name, number in numbers("wire").items():
         if number:
             encoded = {"sparse": 8, "int8": 6, "int4": 5}.get(name, frame.length // 2)
             payload = encoded if row["payload"] == "elements" else frame.payload
             yield name, replace(frame, flags=number << 4, payload=payload), name in row.get("wires", [])
+    for op in TABLE["op"] if row.get("op") == "op" else ():
+        for other in TABLE["dtype"]:
+            payload = other["bytes"] if row["payload"] == "elements" else frame.payload
+            changed = replace(
+                frame, dtype=other["number"], segment=SCRATCH, length=other["bytes"], payload=payload, op=op["number"]
+            )
+            bits = other["name"].startswith(("int", "uint", "bool"))
+            allowed = bits if op["name"] in BITS else op["name"] == "replace" or not other.get("storage")
+            yield f"{op['name']} of {other['name']}", changed, allowed
     if row.get("op"):
         yield "an unknown op", replace(frame, op=len(TABLE[row["op"]]) + 1), False
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from memserver.segments import ENDED_MAX
-from tests.support.engine_server import CHUNK_BYTES, EPOCH, SCRATCH, EngineServer, engine_server, whole
-from tests.support.raw import Flag, Frame, Op, Opcode, RawClient, Status, scale_bits
+from tests.support.engine_server import CHUNK_BYTES, EPOCH, FLOATS, SCRATCH, EngineServer, engine_server, whole
+from tests.support.raw import Dtype, Flag, Frame, Op, Opcode, RawClient, Status, scale_bits
 
 RECORDS = 128  # of a segment as small as these
 FOREVER = 2**64 - 1
@@ -87,6 +87,21 @@ def test_results_are_given_again(server: EngineServer) -> None:
         other.ask(*add(1))
         reply, data = again(client, at, replace(frame, flags=Flag.FETCH), payload)
         assert (reply.status, struct.unpack("<q", data)[0]) == (Status.OK, 1052)
+
+
+def test_results_of_floats_are_given_again(server: EngineServer) -> None:
+    """A repeated fetch_add of float32 is told the bits of its first old value, and adds nothing."""
+    one = struct.unpack("<I", struct.pack("<f", 1.0))[0]
+    with server.connect().hello(next(_sessions)) as client:
+        client.ask(replace(whole(Opcode.FILL, FLOATS, 0, 4), dtype=Dtype.FLOAT32, argument=one))
+        fetch = replace(whole(Opcode.FETCH_ADD, FLOATS, 0, 4), dtype=Dtype.FLOAT32, argument=one | 0xABCD << 32)
+        assert client.ask(fetch)[0].argument == one
+        at = client.sequence
+        assert again(client, at, fetch)[0].argument == one
+        swap = replace(fetch, opcode=Opcode.COMPARE_SWAP, argument=0)
+        two = struct.pack("<fI", 2.0, 0xABCD)
+        assert struct.pack("<Q", client.ask(swap, two)[0].argument) == struct.pack("<fI", 2.0, 0)
+        assert client.ask(fetch)[0].argument == 0
 
 
 def test_a_result_of_long_ago_is_not_invented(server: EngineServer) -> None:

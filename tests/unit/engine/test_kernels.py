@@ -34,6 +34,17 @@ DTYPES: dict[int, np.dtype[Any]] = {
 FLOATS = (lib.SMB_FLOAT16, lib.SMB_FLOAT32, lib.SMB_FLOAT64, lib.SMB_BFLOAT16)
 HALVES = (lib.SMB_FLOAT16, lib.SMB_BFLOAT16)
 INTEGERS = (lib.SMB_INT32, lib.SMB_INT64, lib.SMB_UINT8)
+STORAGE = {  # dtypes without arithmetic: bytes
+    lib.SMB_INT8: 1, lib.SMB_INT16: 2, lib.SMB_UINT16: 2, lib.SMB_UINT32: 4, lib.SMB_UINT64: 8, lib.SMB_COMPLEX64: 8,
+    lib.SMB_BOOL: 1, lib.SMB_FLOAT8_E4M3FN: 1, lib.SMB_FLOAT8_E5M2: 1,
+}  # fmt: skip
+WITH_BITS = {
+    getattr(lib, f"SMB_{name.upper()}"): np.dtype(name)
+    for name in ("int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64", "bool")
+}
+BITS: dict[int, np.ufunc] = {
+    lib.SMB_BAND: np.bitwise_and, lib.SMB_BOR: np.bitwise_or, lib.SMB_BXOR: np.bitwise_xor,
+}  # fmt: skip
 FLOAT_SCALES = [1.0, 0.0, -0.0, -1.0, 0.5, 0.1, 1e-3, -3.0, 1e5, 1e-40, 1e300, np.inf, -np.inf, np.nan, 1.00048828125]
 INTEGER_SCALES = [0.0, 1.0, 2.0, 3.0, 255.0]
 COUNT_MAX = 4097
@@ -170,15 +181,40 @@ def test_scale_of_integers_is_an_integer_of_the_dtype(op: int, dtype: int) -> No
         assert apply(dtype, op, target, source, scale) == lib.SMB_OK
 
 
+@every_isa
+@pytest.mark.parametrize("op", BITS, ids=[function.__name__ for function in BITS.values()])
+@pytest.mark.parametrize("dtype", WITH_BITS, ids=[str(dtype) for dtype in WITH_BITS.values()])
+def test_operations_on_bits_are_numpys(isa: int, dtype: int, op: int) -> None:
+    """Any bits at any alignment, of each width; another scale than 1 is refused and changes nothing."""
+    assert lib.smb_isa_select(isa) == lib.SMB_OK
+    form, random = WITH_BITS[dtype], np.random.default_rng(5)
+    for count, shift in ((0, 0), (1, 1), (70, 3), (COUNT_MAX, 0), (COUNT_MAX, 1)):
+        memory, source = (
+            random.integers(0, 2, size, np.uint8).view(bool) if form.kind == "b" else
+            np.frombuffer(random.bytes(size * form.itemsize), form).copy()
+            for size in (count + 2 * GUARD + shift, count)
+        )  # fmt: skip
+        expected, target = memory.copy(), memory[GUARD + shift : GUARD + shift + count]
+        expected[GUARD + shift : GUARD + shift + count] = BITS[op](target, source)
+        assert apply(dtype, op, target, source, 2.0) == lib.SMB_INVALID
+        assert apply(dtype, op, target, source, 1.0) == lib.SMB_OK
+        assert memory.tobytes() == expected.tobytes()
+
+
 def test_only_numbers_of_dtypes_and_ops_are_known() -> None:
-    """Every number beside the defined ones is refused, whatever the scale."""
+    """Every number beside the defined ones is refused, and so is arithmetic on dtypes for storage."""
     value = np.zeros(1, np.float64)
-    for dtype in range(-1, 12):
-        for op in range(-1, 9):
-            known = dtype in DTYPES and op in OPS
+    for dtype in range(-1, 20):
+        size = DTYPES[dtype].itemsize if dtype in DTYPES else STORAGE.get(dtype, 0)
+        assert lib.smb_dtype_bytes(dtype) == size
+        for op in range(-1, 12):
+            known = (
+                dtype in WITH_BITS if op in BITS else
+                op in OPS and (dtype in DTYPES or (dtype in STORAGE and op == lib.SMB_REPLACE))
+            )  # fmt: skip
             assert lib.smb_op_accepts(dtype, op, 1.0) == known
             assert (apply(dtype, op, value, value.copy(), 1.0) == lib.SMB_OK) == known
-        assert lib.smb_dtype_bytes(dtype) == (DTYPES[dtype].itemsize if dtype in DTYPES else 0)
+        assert lib.smb_op_accepts(dtype, lib.SMB_REPLACE, 3.0) == (dtype in DTYPES)
 
 
 def expected_isas() -> tuple[list[str], str]:
