@@ -12,7 +12,8 @@ from typing import Any, NoReturn, TypeVar, cast
 import numpy as np
 
 from smb.arrays import memory as arrays
-from smb.arrays.dtypes import DTYPES, SPARSE_WIRE
+from smb.arrays import sparse
+from smb.arrays.dtypes import SPARSE_WIRE
 from smb.arrays.indexing import Indexed
 from smb.buffer_info import BufferInfo
 from smb.call.dispatcher import Dispatcher, dispatcher_of
@@ -23,6 +24,7 @@ from smb.call.session import FenceAsMade, Session
 from smb.call.settling import leave_to_settle, settle
 from smb.call.sync_requests import wait_ms
 from smb.call.versions import Versions
+from smb.config.limits import SPARSE_BYTES_MAX
 from smb.config.pickling import refuse_pickle
 from smb.engine import (
     NOWHERE,
@@ -291,6 +293,53 @@ class Buffer(Indexed, Direct):
             memory.deliver()
         return version
 
+    def read_sparse(self, indices: Any, *, rows: bool = False, out: Any = None) -> Array:
+        """Return the elements of the flattened buffer at `indices`, in their order, as a new array or in `out`.
+
+        ```python
+        buffer.read_sparse([3, 17, 3])  # elements 3, 17 and 3
+        ```
+
+        `indices` are int64, in any order, and may occur several times; then the element is read once. The result has
+        one element for each, and at most 1 GiB. With rows=True index i stands for `buffer[i]`, and the result has the
+        shape `(len(indices), *buffer.shape[1:])`: rows of an embedding table, for example. `out` has the result's
+        shape or is flat, else as in read().
+
+        Elements that lie side by side in a chunk are read at one instant, others may be of different instants. All
+        requests travel together, so a call takes few round trips; on the server's host it uses the mapped memory. The
+        values are exact whatever the buffer's wire is.
+        """
+        asked = self._arguments.asked("read_sparse")
+        if self.versions > 1:
+            raise InvalidArgumentError(
+                f"{asked}: the buffer keeps several versions; use read(), or pin() and its read(offset, count)"
+            )
+        where, width = self._arguments.indices(indices, "read_sparse", rows=rows)
+        count, itemsize = where.size * width, self._arguments.itemsize
+        if count * itemsize > SPARSE_BYTES_MAX:
+            raise InvalidArgumentError(
+                f"{asked}: {count * itemsize} bytes are more than the {SPARSE_BYTES_MAX} of one call; read them in "
+                "parts"
+            )
+        shape = (where.size, *self.shape[1:]) if rows else (where.size,)
+        result = np.empty(shape, self.dtype) if out is None else out
+        memory = self._arguments.writable(result, count, "read_sparse", shape)
+        once, sink, back = where, memory.pointer, None
+        if not sparse.ascends(where):
+            once, back = np.unique(where, return_inverse=True)
+            read = np.empty((once.size, width), self.dtype)
+            sink = memory_of(read)
+        once = sparse.elements_of(once, width)
+        first, span = (int(once[0]), int(once[-1]) - int(once[0]) + 1) if once.size else (0, 0)
+        self._dispatcher.call(
+            Request(_READ, first * itemsize, span * itemsize, sink=sink, wire=SPARSE_WIRE, indices=once)
+        )
+        if back is not None:
+            arrays.as_flat(memory, self._arguments.dtype).reshape(where.size, width)[:] = read[back]
+        if memory.deliver is not None:
+            memory.deliver()
+        return cast(Array, result)
+
     @direct(_WRITE)
     @accounted
     def write(
@@ -464,6 +513,7 @@ class Buffer(Indexed, Direct):
         indices: Any,
         values: Any,
         *,
+        rows: bool = False,
         op: str = "sum",
         scale: float = 1.0,
         fence: Lock | None = None,
@@ -475,23 +525,25 @@ class Buffer(Indexed, Direct):
         buffer.accumulate_sparse(np.array([3, 17]), np.array([0.5, -1.0], np.float32))
         ```
 
-        `indices` are int64 and strictly ascending. `values` are as many, of the buffer's dtype; they travel exact, with
-        4 more bytes each. Other elements stay as they are. Atomic for each chunk, unless a chunk gets more than 1 MiB
-        of entries.
+        `indices` are int64, in any order. `values` are as many, of the buffer's dtype; they travel exact, with 4 more
+        bytes each. Other elements stay as they are. Atomic for each chunk, unless a chunk gets more than 1 MiB of
+        entries.
+
+        An index may occur several times, except with op="elastic". The client multiplies the values by the scale, and
+        combines those of one index with each other by `op`, in the order in which they were given and each step rounded
+        to the dtype ("replace": it keeps the last one). The result is combined with the element once. So values of one
+        index add up, as with numpy.add.at and in torch's sparse tensors.
+
+        With rows=True index i stands for `buffer[i]`, and `values` has the shape `(len(indices), *buffer.shape[1:])`:
+        gradients of an embedding table, for example.
 
         With feedback=, an ErrorFeedback, `values` come from its top_k(). If they are not applied, or settle() finds
         that some of them were not, they go back into the residual. Refused arguments (InvalidArgumentError) leave the
         residual alone.
         """
         asked = self._arguments.asked("accumulate_sparse")
-        try:
-            positions = arrays.readable(indices, DTYPES["int64"])
-        except InvalidArgumentError as error:
-            raise InvalidArgumentError(f"{asked}: indices: {error}; pass int64") from error.__cause__
-        where, memory = (
-            arrays.as_flat(positions, DTYPES["int64"]),
-            self._arguments.readable(values, "accumulate_sparse"),
-        )
+        where, width = self._arguments.indices(indices, "accumulate_sparse", rows=rows)
+        memory = self._arguments.readable(values, "accumulate_sparse")
         if feedback is not None:
             self._check_feedback(feedback, op, "accumulate_sparse")
             if scale != 1.0:
@@ -499,24 +551,38 @@ class Buffer(Indexed, Direct):
                     f"{asked}: scale={scale!r} cannot be passed with feedback=; pass it to top_k(), which applies it"
                 )
         number = self._arguments.op(op, scale, "accumulate_sparse")
-        if len(positions.shape) != 1 or len(memory.shape) > 1 or where.size != memory.count:
+        fits = memory.shape == (where.size, *self.shape[1:]) if rows else len(memory.shape) < 2
+        if not fits or where.size * width != memory.count:
             raise InvalidArgumentError(
-                f"{asked}: indices of shape {list(positions.shape)} do not fit values of shape {list(memory.shape)}; "
-                "pass flat arrays of equal size"
+                f"{asked}: indices of shape {[where.size]} do not fit values of shape {list(memory.shape)}; pass "
+                + (f"values of shape {[where.size, *self.shape[1:]]}" if rows else "flat arrays of equal size")
             )
+        given, pointer = arrays.as_flat(memory, self._arguments.dtype), memory.pointer
+        if not sparse.ascends(where):
+            if op not in sparse.FOLDED and np.unique(where).size != where.size:
+                raise InvalidArgumentError(
+                    f"{asked}: an index occurs several times, which op={op!r} does not allow; allowed are "
+                    f"{', '.join(sparse.FOLDED)}"
+                )
+            if op in sparse.FOLDED:
+                where, given = sparse.fold(op, where, given.reshape(where.size, width), scale)
+                scale = 1.0
+            else:
+                order = np.argsort(where)
+                where, given = where[order], given.reshape(where.size, width)[order]
+            pointer = memory_of(given)
+        where = sparse.elements_of(where, width)
         first, count = (int(where[0]), int(where[-1]) - int(where[0]) + 1) if where.size else (0, 0)
-        if first < 0 or first + count > self.size or not (where[1:] > where[:-1]).all():
-            raise InvalidArgumentError(f"{asked}: indices must be strictly ascending and between 0 and {self.size - 1}")
         itemsize = self._arguments.itemsize
         request = Request(
-            _ACCUMULATE, first * itemsize, count * itemsize, memory.pointer, op=number, scale=scale, wire=SPARSE_WIRE,
+            _ACCUMULATE, first * itemsize, count * itemsize, pointer, op=number, scale=scale, wire=SPARSE_WIRE,
             indices=where,
         )  # fmt: skip
         try:
             self._dispatcher.call(request, fence=fence)
         except BaseException as error:
             if feedback is not None and not isinstance(error, InvalidArgumentError):
-                taken = SparseSending(feedback, where, arrays.as_float32(memory).copy())
+                taken = SparseSending(feedback, where, given.reshape(-1).copy())
                 if not leave_to_settle(error, self._session, self._dispatcher, taken):
                     taken.put_back([range(self.size)])
                     if (account := getattr(error, "smb_account", None)) is not None:

@@ -156,9 +156,14 @@ void stream_advance(struct stream *stream)
             stream->have_piece = false;
             return;
         }
-        stream->have_piece = sparse_cut(
-            stream->request, element, SMB_CHUNK_BYTES_MAX / (SMB_WIRE_INDEX_BYTES + element),
-            &stream->rest, &stream->piece, &stream->first_entry, &stream->entries);
+        stream->have_piece = stream->request->opcode == SMB_READ
+                                 ? sparse_run(stream->request, element, &stream->rest,
+                                              &stream->piece, &stream->first_entry)
+                                 : sparse_cut(stream->request, element,
+                                              SMB_CHUNK_BYTES_MAX /
+                                                  (SMB_WIRE_INDEX_BYTES + element),
+                                              &stream->rest, &stream->piece, &stream->first_entry,
+                                              &stream->entries);
     } while (!stream->have_piece);
 }
 
@@ -210,7 +215,11 @@ static bool make_piece(struct smb_link *link, struct stream *stream, struct infl
 {
     const struct smb_request *request = stream->request;
     const struct smb_piece *piece = &stream->piece;
-    uint64_t within = piece->buffer_offset - request->offset; /* in the caller's memory */
+    /* a sparse read asks for each run of its elements as for any range */
+    bool runs = request->wire == SMB_WIRE_SPARSE && request->opcode == SMB_READ;
+    int wire = runs ? SMB_WIRE_EXACT : request->wire;
+    uint64_t within = runs ? stream->first_entry * smb_dtype_bytes(stream->dtype)
+                           : piece->buffer_offset - request->offset; /* in the caller's memory */
     SMB_ASSERT(piece->bytes <= SMB_CHUNK_BYTES_MAX);
     struct smb_frame frame = {.opcode = (uint8_t)request->opcode,
                               .dtype = stream->dtype,
@@ -221,9 +230,9 @@ static bool make_piece(struct smb_link *link, struct stream *stream, struct infl
     inflight->buffer_offset = piece->buffer_offset;
     if (request->opcode == SMB_ACCUMULATE_FROM)
         inflight->wire = (uint8_t)request->wire; /* the server rounds */
-    else if (request->wire != SMB_WIRE_EXACT && !make_encoded(stream, inflight))
+    else if (wire != SMB_WIRE_EXACT && !make_encoded(stream, inflight))
         return false;
-    frame.flags |= (uint16_t)(request->wire << SMB_FLAG_WIRE_SHIFT);
+    frame.flags |= (uint16_t)(wire << SMB_FLAG_WIRE_SHIFT);
     if (request->token) {
         frame.flags |= SMB_FLAG_FENCED;
         inflight_put_small(inflight, request->token);

@@ -63,9 +63,34 @@ static int local_sum(struct local_work *work, const struct smb_piece *piece, uin
     return SMB_OK;
 }
 
+/* Reads the elements of the piece that a sparse read wants, run by run. */
+static int local_runs(struct local_work *work, const struct smb_piece *piece, uint64_t deadline_ns)
+{
+    const struct smb_request *request = work->request;
+    uint32_t element = smb_dtype_bytes(work->buffer->dtype);
+    struct smb_piece rest = *piece, run;
+    uint64_t first, bytes = 0;
+    while (rest.bytes > 0 && sparse_run(request, element, &rest, &run, &first)) {
+        struct smb_change read = {.opcode = SMB_READ,
+                                  .offset = run.segment_offset,
+                                  .bytes = run.bytes,
+                                  .sink = (uint8_t *)request->sink + first * element};
+        int status = smb_segment_apply(work->buffer->paths[work->index].segment, &read,
+                                       deadline_ns);
+        if (status != SMB_OK)
+            return status;
+        bytes += run.bytes;
+    }
+    work->outcome->bytes_applied += bytes;
+    work->bytes_here += bytes;
+    return SMB_OK;
+}
+
 static int local_piece(struct local_work *work, const struct smb_piece *piece, uint64_t deadline_ns)
 {
     const struct smb_request *request = work->request;
+    if (request->opcode == SMB_READ && request->wire == SMB_WIRE_SPARSE)
+        return local_runs(work, piece, deadline_ns);
     struct path *path = &work->buffer->paths[work->index];
     uint64_t within = piece->buffer_offset - request->offset;
     struct smb_change change = {

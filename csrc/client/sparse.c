@@ -40,6 +40,30 @@ bool sparse_cut(const struct smb_request *request, uint32_t element, uint64_t en
     return true;
 }
 
+bool sparse_run(const struct smb_request *request, uint32_t element, struct smb_piece *rest,
+                struct smb_piece *piece, uint64_t *first)
+{
+    uint64_t start = rest->buffer_offset / element, end = start + rest->bytes / element;
+    *first = first_entry_from(request, start);
+    uint64_t at = *first < request->count ? (uint64_t)request->indices[*first] : end;
+    /* The indices were checked, but the caller may change them meanwhile. */
+    if (at < start || at >= end) {
+        rest->bytes = 0;
+        return false;
+    }
+    uint64_t most = request->count - *first < end - at ? request->count - *first : end - at;
+    uint64_t length = 1;
+    while (length < most && (uint64_t)request->indices[*first + length] == at + length)
+        length++;
+    uint64_t skip = (at - start) * element, stop = skip + length * element;
+    *piece = (struct smb_piece){.segment = rest->segment,
+                                .segment_offset = rest->segment_offset + skip,
+                                .buffer_offset = rest->buffer_offset + skip,
+                                .bytes = stop - skip};
+    rest->segment_offset += stop, rest->buffer_offset += stop, rest->bytes -= stop;
+    return true;
+}
+
 void sparse_encode(const struct smb_request *request, uint32_t element,
                    const struct smb_piece *piece, uint64_t first, uint64_t entries, uint8_t *to)
 {
@@ -54,7 +78,9 @@ void sparse_encode(const struct smb_request *request, uint32_t element,
 
 bool sparse_is_sound(const struct smb_request *request, uint32_t element)
 {
-    if (!request->indices || request->count == 0 || !request->source || request->sink)
+    bool reads = request->opcode == SMB_READ;
+    if (!request->indices || request->count == 0 || !request->source != reads ||
+        !request->sink == reads)
         return false;
     for (uint64_t i = 1; i < request->count; i++)
         if (request->indices[i] <= request->indices[i - 1])

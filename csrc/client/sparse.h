@@ -9,6 +9,10 @@
 bool sparse_cut(const struct smb_request *request, uint32_t element, uint64_t entries_max,
                 struct smb_piece *rest, struct smb_piece *piece, uint64_t *first,
                 uint64_t *entries);
+/* For READ: cuts the first elements that are wanted and lie side by side off *rest; *first is the
+ * number of the first one among the request's indices. False: none of *rest is wanted. */
+bool sparse_run(const struct smb_request *request, uint32_t element, struct smb_piece *rest,
+                struct smb_piece *piece, uint64_t *first);
 /* Writes the piece's entries in their wire format: 4 + element bytes each. */
 void sparse_encode(const struct smb_request *request, uint32_t element,
                    const struct smb_piece *piece, uint64_t first, uint64_t entries, uint8_t *to);

@@ -79,8 +79,10 @@ bool transfer_is_sound(const struct smb_buffer *buffer, const struct smb_request
         ((request->offset | request->bytes) & (element - 1)) != 0)
         return false;
     if (request->wire == SMB_WIRE_SPARSE)
-        return request->opcode == SMB_ACCUMULATE && sparse_is_sound(request, element) &&
-               smb_op_accepts(buffer->dtype, request->op, request->scale);
+        return sparse_is_sound(request, element) &&
+               (request->opcode == SMB_READ ||
+                (request->opcode == SMB_ACCUMULATE &&
+                 smb_op_accepts(buffer->dtype, request->op, request->scale)));
     if (request->wire != SMB_WIRE_EXACT &&
         (!smb_wire_is_dense(request->wire) || buffer->dtype != SMB_FLOAT32 ||
          (request->opcode != SMB_READ && request->opcode != SMB_WRITE &&
@@ -243,8 +245,8 @@ void transfer_add_outcome(struct smb_outcome *sum, const struct smb_outcome *par
     sum->sent |= part->sent;
 }
 
-/* Size of the memory at `source`. */
-static uint64_t source_bytes(const struct smb_buffer *buffer, const struct smb_request *request)
+/* Size of the memory at `source` or `sink`. */
+static uint64_t memory_bytes(const struct smb_buffer *buffer, const struct smb_request *request)
 {
     return request->wire == SMB_WIRE_SPARSE ? request->count * buffer->element_bytes
                                             : request->bytes;
@@ -257,10 +259,10 @@ static inline bool uses_itself(const struct smb_buffer *buffer, const struct smb
     if (!views_any())
         return false;
     uint64_t id = buffer->paths[0].segment_id;
-    return (request->source && views_overlap(request->source, source_bytes(buffer, request), id)) ||
+    return (request->source && views_overlap(request->source, memory_bytes(buffer, request), id)) ||
            (request->indices &&
             views_overlap(request->indices, request->count * sizeof *request->indices, id)) ||
-           (request->sink && views_overlap(request->sink, request->bytes, id));
+           (request->sink && views_overlap(request->sink, memory_bytes(buffer, request), id));
 }
 
 bool transfer_uses_itself(const struct smb_buffer *buffer, const struct smb_request *request)
@@ -284,18 +286,18 @@ static int transfer_through_copies(struct smb_buffer *buffer, const struct smb_r
                                    struct smb_outcome *outcome, const struct smb_link **link)
 {
     struct smb_request apart = *request;
-    void *source = copy_of(request->source, source_bytes(buffer, request));
+    void *source = copy_of(request->source, memory_bytes(buffer, request));
     void *indices = copy_of(request->indices, request->count * sizeof *request->indices);
     apart.source = source;
     apart.indices = indices;
-    apart.sink = request->sink ? malloc(request->bytes) : NULL;
+    apart.sink = request->sink ? malloc(memory_bytes(buffer, request)) : NULL;
     if (!apart.source != !request->source || !apart.indices != !request->indices ||
         !apart.sink != !request->sink)
         outcome->status = SMB_OUT_OF_MEMORY;
     else
         outcome->status = transfer_apart(buffer, &apart, outcome, link);
     if (outcome->status == SMB_OK && apart.sink)
-        memcpy(request->sink, apart.sink, request->bytes);
+        memcpy(request->sink, apart.sink, memory_bytes(buffer, request));
     free(source);
     free(indices);
     free(apart.sink);
@@ -386,8 +388,8 @@ void transfer_count(struct smb_buffer *buffer, const struct smb_request *request
     }
     atomic_fetch_add_explicit(&stats->calls[transport].of[request->opcode].operations, 1,
                               memory_order_relaxed);
-    atomic_fetch_add_explicit(&stats->calls[transport].of[request->opcode].bytes, request->bytes,
-                              memory_order_relaxed);
+    atomic_fetch_add_explicit(&stats->calls[transport].of[request->opcode].bytes,
+                              memory_bytes(buffer, request), memory_order_relaxed);
     latency_share(&stats->latency[transport][request->opcode], smb_now_ns() - begun_ns, 1);
 }
 
@@ -442,10 +444,12 @@ int transfer_begin(struct transfer *transfer, struct smb_buffer *buffer,
     uint32_t streams_max = buffer->layout.segment_count + buffer->further_count;
     if (streams_max > STREAMS_AT_HAND)
         transfer->streams = malloc(streams_max * sizeof *transfer->streams);
-    bool needs_scratch = request->opcode == SMB_ACCUMULATE_FROM || request->wire != SMB_WIRE_EXACT;
+    bool sparse = request->wire == SMB_WIRE_SPARSE;
+    bool needs_scratch = request->opcode == SMB_ACCUMULATE_FROM ||
+                         (sparse ? request->opcode != SMB_READ : request->wire != SMB_WIRE_EXACT);
     /* A piece of entries is larger than one of elements: by 4 bytes for each entry, and the
      * smallest element has 1 byte. */
-    uint32_t times = request->wire == SMB_WIRE_SPARSE ? 5U : request->source_count > 0 ? 2U : 1U;
+    uint32_t times = sparse ? 5U : request->source_count > 0 ? 2U : 1U;
     if (needs_scratch)
         transfer->work.scratch = aligned_alloc(4096, (size_t)buffer->layout.chunk_bytes * times);
     if (!transfer->streams || (needs_scratch && !transfer->work.scratch)) {

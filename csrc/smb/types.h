@@ -131,9 +131,9 @@ enum smb_op {
  *   int4               as int8, with blocks of SMB_WIRE_INT4_BLOCK, s = (largest magnitude)/7 and
  *                      integers of at most 7 in magnitude, two in a byte, the first one in the low
  *                      half
- *   sparse             any dtype, ACCUMULATE only: some elements of the range, each as its index in
- *                      the range (uint32) and its value; indices ascend. Other elements stay
- *                      unchanged */
+ *   sparse             any dtype; on the wire for ACCUMULATE only: some elements of the range, each
+ *                      as its index in the range (uint32) and its value; indices ascend. Other
+ *                      elements stay unchanged */
 enum smb_wire {
     SMB_WIRE_EXACT = 0,
     SMB_WIRE_BFLOAT16 = 1,

@@ -50,15 +50,21 @@ class Arguments:
         except InvalidArgumentError as error:
             raise InvalidArgumentError(f"{self.asked(call)}: {error}") from error.__cause__
 
-    def writable(self, out: Any, count: int, call: str) -> arrays.Memory:
-        """Return the memory of an array of `count` elements that can be filled in place."""
+    def writable(self, out: Any, count: int, call: str, shape: tuple[int, ...] | None = None) -> arrays.Memory:
+        """Return the memory of an array of `count` elements that can be filled in place. With `shape`, the array is
+        flat or has that shape.
+        """
         if self.note is not None:
             self.note(out)
         try:
             memory = arrays.writable(out, self.dtype, count)
         except InvalidArgumentError as error:
             raise InvalidArgumentError(f"{self.asked(call)}: {error}") from error.__cause__
-        if count == self.size and len(self.info.shape) > 1:
+        if shape is not None and len(memory.shape) > 1 and memory.shape != shape:
+            raise InvalidArgumentError(
+                f"{self.asked(call)}: out= has the shape {memory.shape}; pass the shape {shape}, or a flat array"
+            )
+        if shape is None and count == self.size and len(self.info.shape) > 1:
             self.check_shape(memory.shape, call, "out=")
         return memory
 
@@ -115,6 +121,23 @@ class Arguments:
                 "elements"
             )
         return offset, count
+
+    def indices(self, indices: Any, call: str, *, rows: bool) -> tuple[Any, int]:
+        """Return (flat int64 array of the indices of a sparse call, elements of each): 1, or the length of a row."""
+        try:
+            memory = arrays.readable(indices, DTYPES["int64"])
+        except InvalidArgumentError as error:
+            raise InvalidArgumentError(f"{self.asked(call)}: indices: {error}; pass int64") from error.__cause__
+        if rows and not self.info.shape:
+            raise InvalidArgumentError(f"{self.asked(call)}: the buffer is a single element and has no rows")
+        count = self.info.shape[0] if rows else self.size
+        where = arrays.as_flat(memory, DTYPES["int64"])
+        if len(memory.shape) != 1 or (where.size and not 0 <= int(where.min()) <= int(where.max()) < count):
+            what = "rows" if rows else "elements"
+            raise InvalidArgumentError(
+                f"{self.asked(call)}: indices must be a flat array of numbers of {what}, between 0 and {count - 1}"
+            )
+        return where, self.size // count if count else 0
 
     def atomic(self, call: str, index: int, *values: float) -> tuple[int, ...]:
         """Return the index and the values of fetch_add and compare_swap. A value is an element's bits, in the low bytes

@@ -58,6 +58,12 @@ def test_an_optimizer_on_the_servers() -> None:
     assert np.abs(learnt - truth).max() < 0.2
 
 
+def test_an_embedding_table_of_four_processes() -> None:
+    """It learns as well as PyTorch's in one process: rows are read and added sparsely, doubled ones twice."""
+    start, shared, alone = (float(line.rsplit(" ", 1)[1]) for line in run_example("embeddings.py"))
+    assert shared < 1.1 * alone < 0.2 * start
+
+
 @AT_NIGHT
 def test_one_trainer_and_sixteen_readers() -> None:
     """Every reader saw whole generations only (it checks each), the last one included."""

@@ -157,6 +157,7 @@ GIVEN: dict[str, tuple[Callable[[smb.Client, dict[str, Any], Any], object], str]
     "accumulate_async": (lambda _, b, a: b["plain"].accumulate_async(a).result(), "plain"),
     "queue.accumulate": (lambda c, b, a: _queue(c, "accumulate", b["plain"], a), "plain"),
     "accumulate_sparse": (lambda _, b, a: _add_sparse(b, a), "plain"),
+    "accumulate_sparse, rows": (lambda _, b, a: b["plain"].accumulate_sparse([0, 1], a, rows=True), "plain"),
     "top_k": (
         lambda _, b, a: b["plain"].accumulate_sparse(*smb.ErrorFeedback(b["plain"]).top_k(a, 6)), "plain"
     ),
@@ -202,6 +203,7 @@ FILLED: dict[str, tuple[Callable[[smb.Client, dict[str, Any], Any], object], str
     "read, fewer bits": (lambda _, b, out: b["plain"].read(out=out, wire="bfloat16"), "plain"),
     "read_async": (lambda _, b, out: b["plain"].read_async(out=out).result(), "plain"),
     "queue.read": (lambda c, b, out: _read_by_queue(c, b["plain"], out), "plain"),
+    "read_sparse": (lambda _, b, out: b["plain"].read_sparse([0, 1], rows=True, out=out), "plain"),
     "accumulate": (
         lambda _, b, out: b["plain"].accumulate(np.zeros(SHAPE, np.float32), fetch=True, out=out), "plain"
     ),

@@ -308,9 +308,9 @@ def test_more_entries_than_a_frame_holds(client: smb.Client) -> None:
 
 
 def test_refused_indices(client: smb.Client) -> None:
-    """Not ascending, twice the same, out of range, too few values, no int64: refused, and nothing changes."""
+    """Out of range, too few values, no int64: refused, and nothing changes."""
     buffer = client.create("indices", 100)
-    for indices, count in (([3, 2], 2), ([2, 2], 2), ([-1, 2], 2), ([5, 100], 2), ([1, 2], 3), ([1], 2), ([], 1)):
+    for indices, count in (([-1, 2], 2), ([5, 100], 2), ([1, 2], 3), ([1], 2), ([], 1)):
         with pytest.raises(smb.InvalidArgumentError, match="indices"):
             buffer.accumulate_sparse(np.array(indices, np.int64), np.ones(count, np.float32))
     with pytest.raises(smb.InvalidArgumentError, match="pass int64"):

@@ -16,7 +16,7 @@ CLIENT = """
 """
 BUFFER = """
     accumulate accumulate_async accumulate_from accumulate_sparse apply compare_swap dtype fetch_add fill info
-    layout lock metadata name nbytes pin publish read read_async read_version settle shape size submit table
+    layout lock metadata name nbytes pin publish read read_async read_sparse read_version settle shape size submit table
     tensor tensors transports version versions view wait wire write write_async
 """
 
