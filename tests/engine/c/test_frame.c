@@ -262,7 +262,7 @@ static void each_rule(void)
     frame.length = UINT32_MAX - 7, expect(frame, SMB_PROTOCOL);
     frame = request(SMB_READ), frame.payload = 8, expect(frame, SMB_PROTOCOL);
     frame = request(SMB_READ), frame.dtype = 0, expect(frame, SMB_PROTOCOL);
-    frame.dtype = 8, expect(frame, SMB_PROTOCOL);
+    frame.dtype = SMB_FLOAT8_E5M2 + 1, expect(frame, SMB_PROTOCOL);
     frame = request(SMB_READ), frame.status = 1, expect(frame, SMB_PROTOCOL);
     frame = request(SMB_READ), frame.flags = SMB_FLAG_FETCH, expect(frame, SMB_PROTOCOL);
     frame = request(SMB_ACCUMULATE), frame.flags = SMB_FLAG_FETCH, expect(frame, SMB_OK);
@@ -282,7 +282,7 @@ static void each_rule(void)
     frame = request(SMB_WATERMARK), frame.payload = 8, expect(frame, SMB_PROTOCOL);
     frame = request(SMB_ACCUMULATE), frame.payload = 16, expect(frame, SMB_PROTOCOL);
     frame = request(SMB_ACCUMULATE), frame.op = 0, expect(frame, SMB_PROTOCOL);
-    frame.op = 7, expect(frame, SMB_PROTOCOL);
+    frame.op = SMB_BXOR + 1, expect(frame, SMB_PROTOCOL);
     /* int64 */
     frame = request(SMB_ACCUMULATE), frame.argument = smb_bits_of(0.5), expect(frame, SMB_PROTOCOL);
     frame.dtype = SMB_FLOAT64, expect(frame, SMB_OK);
@@ -306,7 +306,7 @@ static void each_rule(void)
     for (int rule = 0; rule < 256; rule++)
         frame = request(SMB_APPLY), frame.op = (uint8_t)rule,
         expect(frame, rule >= 1 && rule <= 6 ? SMB_OK : SMB_PROTOCOL);
-    for (int dtype = 0; dtype < 9; dtype++)
+    for (int dtype = 0; dtype <= SMB_FLOAT8_E5M2 + 1; dtype++)
         frame = request(SMB_APPLY), frame.dtype = (uint8_t)dtype,
         expect(frame, dtype == SMB_FLOAT32 ? SMB_OK : SMB_PROTOCOL);
     frame = request(SMB_APPLY), frame.payload -= 8, expect(frame, SMB_PROTOCOL);

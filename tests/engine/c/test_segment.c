@@ -94,7 +94,8 @@ static void refused_arguments(void)
     const char *path = scratch_path("a");
     CHECK_EQ(smb_segment_create(path, 0, 1, SMB_UINT8, 100, CHUNK, &segment), SMB_INVALID);
     CHECK_EQ(smb_segment_create(path, 1, 1, 0, 100, CHUNK, &segment), SMB_INVALID);
-    CHECK_EQ(smb_segment_create(path, 1, 1, SMB_UINT8 + 1, 100, CHUNK, &segment), SMB_INVALID);
+    CHECK_EQ(smb_segment_create(path, 1, 1, SMB_FLOAT8_E5M2 + 1, 100, CHUNK, &segment),
+             SMB_INVALID);
     CHECK_EQ(smb_segment_create(path, 1, 1, SMB_UINT8, 0, CHUNK, &segment), SMB_INVALID);
     CHECK_EQ(smb_segment_create(path, 1, 1, SMB_UINT8, UINT64_MAX, CHUNK, &segment), SMB_INVALID);
     CHECK_EQ(smb_segment_create(path, 1, 1, SMB_UINT8, 100, 0, &segment), SMB_INVALID);
@@ -286,7 +287,7 @@ static void corrupted_headers(void)
     check_field(path, 12, 4, 0x30028, SMB_VERSION); /* another C library's locks */
     check_field(path, 16, 8, 0, SMB_INVALID);       /* id */
     check_field(path, 28, 4, 0, SMB_INVALID);       /* dtype */
-    check_field(path, 28, 4, 8, SMB_INVALID);
+    check_field(path, 28, 4, SMB_FLOAT8_E5M2 + 1, SMB_INVALID);
     for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++) {
         check_field(path, 32, 8, wrong[i], SMB_INVALID); /* data_bytes */
         check_field(path, 40, 8, wrong[i], SMB_INVALID); /* file_bytes */
@@ -549,6 +550,7 @@ static uint64_t bits_of_float(float value)
 static void elements(void)
 {
     const uint64_t high = 0xABCDULL << 32;
+    static const char *const names[] = {"a", "b", "c", "d", "e", "f"};
     const struct {
         int dtype;
         uint32_t bytes;
@@ -562,7 +564,7 @@ static void elements(void)
         {SMB_FLOAT64, 8, smb_bits_of(0x1p24), smb_bits_of(1), smb_bits_of(0x1.000001p24)},
     };
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
-        struct smb_segment *segment = make("a", cases[i].dtype);
+        struct smb_segment *segment = make(names[i], cases[i].dtype);
         uint32_t bytes = cases[i].bytes;
         uint8_t *data = smb_segment_data(segment);
         memset(data, 0x55, 64);
