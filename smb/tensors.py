@@ -2,8 +2,8 @@
 
 The table is in the buffer's metadata, under METADATA_KEY (keys that begin with "smb." are reserved): name -> {"dtype",
 "shape", "offset"}, in the order given. Offsets are bytes from the buffer's start, multiples of 64, ascending, without
-overlap. Bytes between two tensors belong to no tensor, and are 0 unless somebody wrote them. If all tensors have one of
-the element types of buffers, the buffer has that type and can be added to. Otherwise it is a buffer of bytes (uint8),
+overlap. Bytes between two tensors belong to no tensor, and are 0 unless somebody wrote them. If all tensors have one
+element type with arithmetic, the buffer has that type and can be added to. Otherwise it is a buffer of bytes (uint8),
 which can only be read and written.
 """
 
@@ -148,7 +148,7 @@ class TensorTable(Mapping[str, TensorInfo]):
 
     @cached_property
     def dtype(self) -> np.dtype[Any]:
-        """The element type of a buffer that holds these tensors: their common type, or uint8."""
+        """The element type of a buffer that holds these tensors: their common type, if it has arithmetic, or uint8."""
         names = {info.dtype.name for info in self._infos.values()}
         only = DTYPES.get(names.pop()) if len(names) == 1 else None
         return np.dtype(np.uint8) if only is None or only.storage else only.numpy

@@ -24,6 +24,13 @@ from smb.tensors import TensorTable
         (float, "float64"),
         (torch.float16, "float16"),
         (torch.bfloat16, "bfloat16"),
+        (torch.bool, "bool"),
+        (bool, "bool"),
+        (np.bool_, "bool"),
+        (torch.uint16, "uint16"),
+        (torch.complex64, "complex64"),
+        (torch.float8_e4m3fn, "float8_e4m3fn"),
+        (ml_dtypes.float8_e5m2, "float8_e5m2"),
         (ml_dtypes.bfloat16, "bfloat16"),
         ("bfloat16", "bfloat16"),
         ("uint8", "uint8"),
@@ -35,7 +42,7 @@ def test_whatever_names_a_dtype(given: Any, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "given", ["complex64", np.uint16, bool, "float33", object(), torch.complex64, ">f4x", ">f4", np.dtype(">i8")]
+    "given", ["complex128", np.longdouble, str, "float33", object(), torch.complex128, ">f4x", ">f4", np.dtype(">i8")]
 )
 def test_other_dtypes_are_refused(given: Any) -> None:
     """What has no element type, as the other byte order, is refused, and the message lists what there is."""

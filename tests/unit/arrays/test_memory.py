@@ -142,7 +142,7 @@ def test_another_dtype_is_refused_by_both_names() -> None:
     ):
         with pytest.raises(InvalidArgumentError, match=rf"is {name} but the buffer is float32; .*astype\('float32'\)"):
             readable(given, FLOAT32)
-    for dtype, name in ((torch.float16, "float16"), (torch.bool, "torch.bool"), (torch.complex64, "torch.complex64")):
+    for dtype, name in ((torch.float16, "float16"), (torch.bool, "bool"), (torch.complex128, "torch.complex128")):
         tensor = torch.zeros(3, dtype=dtype)
         with pytest.raises(InvalidArgumentError, match=rf"is {name} but the buffer is float32; .*tensor\.float\(\)"):
             readable(tensor, FLOAT32)
