@@ -79,7 +79,7 @@ def test_the_usual_calls_are_direct(buffer: smb.Buffer, counter: smb.Buffer, lon
         -4,
         -4,
     )
-    assert [buffer.fetch_add(3, 0.5), buffer.compare_swap(3, 0.5, -1.0), buffer.fetch_add(3, 0.0)] == [0.0, 0.5, -1.0]
+    assert [buffer.fetch_add(3, 0.5), buffer.compare_swap(3, 1.5, -1.0), buffer.fetch_add(3, 0.0)] == [1.0, 1.5, -1.0]
     buffer.write(np.zeros(COUNT, np.float32))
     assert long_way == []
     buffer.accumulate(array, 0, op="max")  # and what only Python knows goes there

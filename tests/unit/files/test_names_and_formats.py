@@ -163,7 +163,10 @@ def test_long_paths_have_a_digest_for_a_name() -> None:
         assert caught.value.errno == number
 
 
-@pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "int32", "int64", "uint8", "bfloat16"])
+@pytest.mark.parametrize("dtype", [
+    "float16", "float32", "float64", "int32", "int64", "uint8", "bfloat16", "int8", "int16", "uint16", "uint32",
+    "uint64", "complex64", "bool", "float8_e4m3fn",
+])  # fmt: skip
 @pytest.mark.parametrize("shape", [(), (1,), (3, 4), (2, 3, 5)])
 def test_a_npy_file_is_what_numpy_writes(dtype: str, shape: tuple[int, ...]) -> None:
     """The header is numpy's own, so that a file that numpy wrote becomes a buffer of its dtype and shape."""
@@ -173,7 +176,8 @@ def test_a_npy_file_is_what_numpy_writes(dtype: str, shape: tuple[int, ...]) -> 
     data = file.getvalue()
     assert data.startswith(npy_header(element, shape))
     spec = spec_of("w.npy", data, len(data))
-    if dtype == "bfloat16" or (dtype == "uint8" and len(shape) == 1):  # a V2 may be anything; plain bytes stay a file
+    # a V1 or V2 may be anything; plain bytes stay a file
+    if dtype in ("bfloat16", "float8_e4m3fn") or (dtype == "uint8" and len(shape) == 1):
         assert (spec.name, spec.dtype, spec.shape) == ("w.npy", "uint8", (len(data),))
     else:
         assert (spec.name, spec.dtype, spec.shape) == ("w", dtype, shape)
