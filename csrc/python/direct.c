@@ -26,10 +26,10 @@
 #include "base/clock.h"
 #include "smb/client.h"
 
-/* ---- what became part of the limited API after 3.10 ------------------------------------------ */
+/* ---- what became part of the limited API after 3.10 ----------------------------------------- */
 
-/* Headers hide these under the limited API of 3.10. Buffers are part of the stable ABI from 3.11 on,
- * vectorcall from 3.12 on. The releases before that, which change no more, export the same functions
+/* Headers hide these under the limited API of 3.10. Buffers are part of the stable ABI from 3.11,
+ * vectorcall from 3.12. The releases before that, which change no more, export the same functions
  * with the same layouts. */
 typedef struct {
     void *buf;
@@ -48,7 +48,7 @@ enum {
 };
 
 #define TYPE_HAS_VECTORCALL (1UL << 11)
-/* set in a vectorcall's number of arguments if the callee may write to the place before the first */
+/* set in a vectorcall's number of arguments if the callee may write before the first of them */
 #define ARGUMENTS_OFFSET ((size_t)1 << (8 * sizeof(size_t) - 1))
 
 typedef PyObject *(*vectorcall)(PyObject *, PyObject *const *, size_t, PyObject *);
