@@ -21,7 +21,7 @@ FOLDERS = ("base", "memory", "server", "client")
 FACE = ("types", "tls", "kernels", "segment", "server", "client")
 # -ffp-contract=off: a fused multiply-add rounds once where numpy rounds twice. -fno-trapping-math lets comparisons
 # become vector selects; it changes no result. No -march: users run our wheels on other machines (see kernels.c).
-# -Werror is only for our tests (make test), because users may have compilers that we have not tried.
+# -Werror for all warnings is only for our tests (make test), because users may have compilers that we have not tried.
 COMPILE_ARGS = [
     "-std=c11",
     "-O3",
@@ -32,6 +32,7 @@ COMPILE_ARGS = [
     "-fvisibility=hidden",
     "-Wall",
     "-Wextra",
+    "-Werror=implicit-function-declaration",  # the linker does not notice it: a module may lack what Python has
     "-D_GNU_SOURCE",
     "-pthread",
     "-fstack-protector-strong",

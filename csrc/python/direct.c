@@ -434,7 +434,7 @@ static bool bits_of(char format, PyObject *number, uint64_t *bits)
     if (format == 'f' || format == 'd') {
         if (!PyFloat_CheckExact(number))
             return false;
-        double wide = PyFloat_AS_DOUBLE(number);
+        double wide = PyFloat_AsDouble(number);
         float narrow = (float)wide;
         memcpy(bits, format == 'f' ? (void *)&narrow : &wide, format == 'f' ? 4 : 8);
         return true;
