@@ -2,7 +2,7 @@
 
 A backup is a directory that appears as a whole: the data of each buffer with its checksums (copying.py), and
 `backup.json`, which says what each of them is. The states of buffers that change together can be of one moment
-(`together`). A published state is of one generation; made again, it is published once, and counts from 1.
+(`together`). A published state is of one generation, and keeps its number; one with deltas= counts from 1 again.
 """
 
 from __future__ import annotations
@@ -394,7 +394,7 @@ def restore(
         for entry in entries:
             made[entry.name] = buffer = _create(client, entry, made)
             if entry.file:
-                copying.write_from(directory / entry.file, buffer)
+                copying.write_from(directory / entry.file, buffer, entry.generation)
             say(entry.name)
         check_free(client, entries, replace=replace, owned=owned)  # others may have made buffers meanwhile
         for name in list(made):

@@ -238,9 +238,9 @@ def _count(source: Reads) -> int:
     return -(-source.nbytes // BLOCK_BYTES)
 
 
-def write_from(path: Path, buffer: Buffer) -> None:
+def write_from(path: Path, buffer: Buffer, version: int = 0) -> None:
     """Write a file into a buffer that nobody uses yet, each block once it agrees with FILE.crc32c; into a published one
-    as one version. Raises Error and OSError.
+    as one version, of that number (0: the next one). Raises Error and OSError.
     """
     blocks = checked_blocks(path, buffer.nbytes)
     if buffer.versions == 1:
@@ -256,7 +256,7 @@ def write_from(path: Path, buffer: Buffer) -> None:
         except BaseException:
             turn.give_up()
             raise
-        turn.commit()
+        turn.commit(version)
 
 
 def _raw(buffer: Buffer) -> FileView:

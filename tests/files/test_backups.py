@@ -98,6 +98,7 @@ def check(client: smb.Client, values: dict[str, np.ndarray[Any, Any]]) -> None:
     policy = client.open("policy")
     assert policy.versions == 3
     np.testing.assert_array_equal(policy.read(), values["policy"] * 3)
+    assert policy.version == 4
     never = client.open("never")
     assert (never.versions, never.version) == (2, 0)
     np.testing.assert_array_equal(client.open("named").tensor("b").read(), np.arange(10))
