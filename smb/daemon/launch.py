@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 
+THIS_PYTHON = sys.executable  # for users' own programs, which may lie in the working directory
 _HAS_SAFE_PATH = sys.version_info >= (3, 11)
 _RUN_MODULE = "import runpy; runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
 

@@ -177,7 +177,7 @@ def test_wrong_requests_are_refused_as_such(coordinator: CoordinatorStub, server
     """Each class of mistake has its code and says what was asked; the coordinator serves on."""
     for wishes, told in (
         ({"name": "../w"}, '"../w" cannot name a buffer'),
-        ({"dtype": "complex64"}, 'not "complex64"'),
+        ({"dtype": "complex128"}, 'not "complex128"'),
         ({"stripe_bytes": 1000}, "multiple of 4096"),
         ({"replicas": 3}, "replicas must be 1 or 2"),
         ({"versions": 17}, "versions must be from 1 to 16"),

@@ -161,8 +161,8 @@ def test_the_others_can_not_be_woken(
 ) -> None:
     """The last call for a slot fails: the slot is free again, though somebody keeps the error."""
     caplog.set_level(logging.ERROR)
-    monkeypatch.setattr(group, "wake", fails_once(AWAY, group.wake))
-    with pytest.raises(smb.UnavailableError, match="is away") as kept:
+    monkeypatch.setattr(group, "wake", fails_once(LOST, group.wake))
+    with pytest.raises(smb.LockLostError, match="the lease ran out") as kept:
         join(connect())
     assert waits_for_nobody(first)
     del kept
@@ -173,8 +173,8 @@ def test_a_maker_without_a_slot(connect: Connect, monkeypatch: pytest.MonkeyPatc
     client = connect()
     for owner, name in ((group, "wake"), (Member, "report"), (members, "lock_of")):
         with monkeypatch.context() as patch:
-            patch.setattr(owner, name, fails_once(AWAY, getattr(owner, name)))
-            with pytest.raises(smb.UnavailableError, match="is away"):
+            patch.setattr(owner, name, fails_once(LOST, getattr(owner, name)))
+            with pytest.raises(smb.LockLostError, match="the lease ran out"):
                 join(client)
         assert client.list() == []
 
@@ -184,8 +184,8 @@ def test_a_slot_that_was_half_taken_is_free(
 ) -> None:
     """Its lock is given back, though somebody keeps the error: the next one gets that slot."""
     with monkeypatch.context() as patch:
-        patch.setattr(Member, "report", fails_once(AWAY, Member.report))
-        with pytest.raises(smb.UnavailableError, match="is away") as kept:
+        patch.setattr(Member, "report", fails_once(LOST, Member.report))
+        with pytest.raises(smb.LockLostError, match="the lease ran out") as kept:
             join(connect())
     with join(connect()) as second:
         assert second.status.slot == 1

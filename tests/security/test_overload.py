@@ -126,8 +126,8 @@ def test_sessions_are_renewed_beside_many_connections_of_others(guarded: smb.Loc
                 call(request, timeout=20)
             assert refused.value.code() is grpc.StatusCode.PERMISSION_DENIED
             assert f"ask {guarded.address}" in str(refused.value.details())
-        flood = [other.OpenBuffer.future(pb.OpenBufferRequest(name="none"), timeout=60) for _ in range(1000)]
         with flooded(guarded.address, certificates / "reader"):
+            flood = [other.OpenBuffer.future(pb.OpenBufferRequest(name="none"), timeout=60) for _ in range(1000)]
             stub.RenewSession(renewal, timeout=20)
         assert sum(each.done() for each in flood) < len(flood)  # it did not wait for all of these
         for each in flood:

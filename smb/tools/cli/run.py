@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from smb.daemon.launch import THIS_PYTHON
 from smb.errors import InvalidArgumentError
 from smb.security.credentials import CREDENTIALS_VARIABLE
 from smb.tools.cli.options import Hosts, Python, SshWords, ssh_of, usage_errors
@@ -33,7 +34,7 @@ def run(
             "--mesh", min=0, metavar="RANKS", help="Start each process by torchrun, with so many ranks on its host."
         ),
     ] = 0,
-    python: Python = sys.executable,
+    python: Python = THIS_PYTHON,
     ssh: SshWords = "ssh",
 ) -> None:
     """Run a Python program in several processes that train together.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 import socket
-import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from smb.config.settings import DEFAULT_COORDINATOR
+from smb.daemon.launch import THIS_PYTHON
 from smb.errors import Error
 from smb.tools.cli.options import Hosts, Python, SshWords, option, parse_size, ssh_of, usage_errors
 from smb.tools.cli.output import console, print_error
@@ -66,7 +66,7 @@ def up(
     ] = None,
     insecure: Annotated[bool, option("cluster.insecure")] = False,
     hosts: Hosts = None,
-    python: Python = sys.executable,
+    python: Python = THIS_PYTHON,
     ssh: SshWords = "ssh",
 ) -> None:
     """Run a cluster on this machine, or on several hosts, until Ctrl-C.

@@ -24,6 +24,7 @@ from typing import Any, NoReturn
 
 from smb.cluster import Daemon
 from smb.daemon.held_directory import HeldDirectory, sweep
+from smb.daemon.launch import THIS_PYTHON
 from smb.errors import Error
 
 SPEC_BYTES_MAX = 4 << 20
@@ -115,7 +116,7 @@ def run_programs(spec: dict[str, Any], held: HeldDirectory) -> int:
     programs: list[subprocess.Popen[bytes]] = []
     try:
         for words in spec["commands"]:
-            command = [sys.executable, *words]
+            command = [THIS_PYTHON, *words]
             # Sessions of their own: a program's children end with it. stdout goes with stderr: ours has the events.
             programs.append(
                 subprocess.Popen(  # noqa: S603 - the user's own program

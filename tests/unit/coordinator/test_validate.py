@@ -49,7 +49,7 @@ def test_locks_and_barriers_have_their_form_and_one_server() -> None:
     [
         ({"shape": (3, -1)}, "negative extent"),
         ({"shape": (1,) * 33}, "at most 32"),
-        ({"dtype": "complex64"}, 'dtype must be one of float16, .*not "complex64"'),
+        ({"dtype": "complex128"}, 'dtype must be one of float16, .*not "complex128"'),
         ({"dtype": ""}, "dtype must be one of"),
         ({"stripe_bytes": 5000}, "multiple of 4096"),
         ({"server_names": ("a", "a")}, "each server may be named once, not a, a"),
