@@ -11,7 +11,6 @@ import gc
 import logging
 import os
 import re
-import resource
 import secrets
 import signal
 import socket
@@ -50,6 +49,7 @@ from smb.daemon.process import (
     end_with_owner,
     keep_secrets,
     notify,
+    raise_descriptors,
     watchdog_interval_s,
     write_ready_file,
 )
@@ -99,9 +99,7 @@ def default_name() -> str:
 def run(options: ServerOptions) -> None:
     """Serve until SIGTERM, SIGINT or SIGHUP. Blocks; main thread only. Raises smb.errors.Error if it cannot start."""
     _check(options)
-    # A connection and a segment take a descriptor each, and the usual soft limit is 1024.
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    raise_descriptors()
     with _StopSignals() as stop_signals, ExitStack() as leaving:
         failures: list[Error] = []
         served = _start(options, leaving, failures)

@@ -33,6 +33,7 @@ from smb.daemon.process import (
     grpc_server_options,
     keep_secrets,
     notify,
+    raise_descriptors,
     watchdog_interval_s,
     write_ready_file,
 )
@@ -57,6 +58,7 @@ _log = logging.getLogger("coordinator")
 
 def run(options: CoordinatorOptions) -> None:
     """Serve until SIGTERM, SIGINT or SIGHUP. Blocks; main thread only. Raises smb.errors.Error if it cannot start."""
+    raise_descriptors()
     asyncio.run(_serve(options))
 
 
@@ -105,7 +107,10 @@ async def _start(options: CoordinatorOptions, leaving: AsyncExitStack) -> None:
         at = asked or format_address(host, 0)
         return _bind(listening, at, format_address(*check_listen(at)), options.credentials)
 
-    server = grpc.aio.server(interceptors=[Answers(answered, front), *guards()], options=grpc_server_options())
+    ports = 2 if options.credentials is None else 3
+    server = grpc.aio.server(
+        interceptors=[Answers(answered, front), *guards()], options=grpc_server_options(ports=ports)
+    )
     address = format_address(host, _bind(server, options.listen, format_address(host, port), options.credentials))
     front.address = _shown_to_others(address, host)
     server.add_generic_rpc_handlers((front,))
@@ -118,7 +123,8 @@ async def _start(options: CoordinatorOptions, leaving: AsyncExitStack) -> None:
         else [AioGuard(Callers(Current(options.credentials)), frozenset({Role.SERVER, Role.OPERATOR}))]
     )
     renewals = grpc.aio.server(
-        interceptors=[Answers(answered, front), *only], options=grpc_server_options(SERVERS_CONNECTIONS_MAX)
+        interceptors=[Answers(answered, front), *only],
+        options=grpc_server_options(SERVERS_CONNECTIONS_MAX, ports=ports),
     )
     servers_port, sessions_port = bound(renewals, options.servers), 0
     renewals.add_generic_rpc_handlers((front,))
@@ -127,7 +133,7 @@ async def _start(options: CoordinatorOptions, leaving: AsyncExitStack) -> None:
         # Clients' sessions and tokens are renewed beside all other calls, too, for the same reason.
         sessions = grpc.aio.server(
             interceptors=[Answers(answered, front), *guards()],
-            options=grpc_server_options(calls_per_connection_max=SESSION_CALLS_PER_CONNECTION_MAX),
+            options=grpc_server_options(calls_per_connection_max=SESSION_CALLS_PER_CONNECTION_MAX, ports=ports),
         )
         sessions_port = bound(sessions, options.sessions)
         sessions.add_generic_rpc_handlers((FrontForSessions(front),))
@@ -156,8 +162,8 @@ async def _start(options: CoordinatorOptions, leaving: AsyncExitStack) -> None:
     admit = admission(options.metrics, options.metrics_token_file, insecure=options.insecure, names=(host,))
     pages = Pages(options.metrics, registry, health.show, route, admit)
     leaving.callback(pages.close)
-    ports = OwnPorts(servers_port, sessions_port)
-    around = Around(options, front, health, registry, LeaseMetrics(registry), own_pages, ports=ports)
+    own_ports = OwnPorts(servers_port, sessions_port)
+    around = Around(options, front, health, registry, LeaseMetrics(registry), own_pages, ports=own_ports)
     if store is not None:
         shown.leading = await Leading.open(around, store, lambda: True, 1, leaving)
         await _start_all(listening)

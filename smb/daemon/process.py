@@ -68,14 +68,23 @@ _log = logging.getLogger("daemon")
 disable_created_metrics()  # type: ignore[no-untyped-call]  # the time of each counter's start would double the page
 
 
+def raise_descriptors() -> None:
+    """Let this process have as many descriptors as it may. Each connection takes one, and the usual limit is 1024."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
 def grpc_server_options(
-    connections_max: int = GRPC_CONNECTIONS_MAX, calls_per_connection_max: int = GRPC_CALLS_PER_CONNECTION_MAX
+    connections_max: int = GRPC_CONNECTIONS_MAX,
+    calls_per_connection_max: int = GRPC_CALLS_PER_CONNECTION_MAX,
+    ports: int = 1,
 ) -> tuple[tuple[str, int], ...]:
-    """Return the options of a daemon's gRPC server. Its connections take at most three quarters of the descriptors that
-    this process may have, so that there are always some for its files and its own calls; more are refused.
+    """Return the options of the gRPC server at one of a daemon's `ports`. The connections to all of them together take
+    at most three quarters of the descriptors that this process may have, so that there are always some for its files
+    and its own calls; more are refused.
     """
     descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    most = connections_max if descriptors == resource.RLIM_INFINITY else descriptors * 3 // 4
+    most = connections_max if descriptors == resource.RLIM_INFINITY else descriptors * 3 // 4 // ports
     return (
         *_GRPC_SERVER_OPTIONS,
         ("grpc.max_concurrent_streams", calls_per_connection_max),

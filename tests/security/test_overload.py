@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 import secrets
 import socket
+import subprocess
+import sys
 import time
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -154,3 +156,33 @@ def test_strangers_at_grpc_ports_are_closed_after_some_seconds(guarded: smb.Loca
                     pass
         assert time.monotonic() - begun > 1.0
         assert len(client.servers()) >= 2
+
+
+# Starts a coordinator that may have 1000 descriptors, and prints how many connections its ports take in all.
+COUNTED = """
+import grpc, resource, sys
+from pathlib import Path
+from smb.coordinator import process
+from smb.coordinator.options import CoordinatorOptions
+from smb.security.credentials import load_directory
+resource.setrlimit(resource.RLIMIT_NOFILE, (500, 1000))
+taken, server = [], grpc.aio.server
+def counted(options, **others):
+    taken.append(dict(options)["grpc.max_allowed_incoming_connections"])
+    return server(options=options, **others)
+async def started(listening):
+    print(len(list(listening)), sum(taken), flush=True)
+    raise SystemExit
+grpc.aio.server, process._start_all = counted, started
+credentials = load_directory(sys.argv[2]) if len(sys.argv) > 2 else None
+process.run(CoordinatorOptions("127.0.0.1:0", sys.argv[1], "127.0.0.1:0", credentials=credentials))
+"""
+
+
+@pytest.mark.parametrize("ports", [2, 3])
+def test_connections_to_all_ports_leave_descriptors(certificates: Path, tmp_path: Path, ports: int) -> None:
+    """Those to each port took up to three quarters, so those to two of them took all."""
+    command = [sys.executable, "-c", COUNTED, str(tmp_path / "state")]
+    command += [str(certificates / "coordinator")] if ports == 3 else []
+    told = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert told.stdout.split() == [str(ports), "750"], told.stderr
