@@ -362,7 +362,7 @@ class CoordinatorService(CoordinatorServicer):
         """
         state, now, name = self._commit_log.state, self._commit_log.now(), event.server.name
         known = state.servers.get(name)
-        if known is None or known.instance_id == event.server.instance_id:
+        if known is not None and known.instance_id == event.server.instance_id:
             return frozenset()
         peers = [peer for peer in deciding_peers(state, name, event.held) if state.alive(peer, now)]
         runs = await asyncio.gather(*(self._roles.look(state.servers[peer]) for peer in peers))

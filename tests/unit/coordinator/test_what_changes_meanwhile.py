@@ -375,6 +375,29 @@ def test_a_primary_is_back_while_its_backup_is_silent(tmp_path: Path, monkeypatc
     asyncio.run(work())
 
 
+def test_a_server_that_the_records_do_not_know_is_taken(tmp_path: Path) -> None:
+    """They place copies there nevertheless. Nobody had looked at the servers of the other copies, which was the reason
+    to refuse it, each time anew.
+    """
+
+    async def work() -> None:
+        async with beside(tmp_path) as log:
+            servers = Servers(living=1)
+            await register(log, "a", "b")
+            maker, service = SegmentMaker(log, cast(Any, servers)), service_of(log, servers)
+            record = await maker.create(Creation("w", (8,), "float32", replicas=2, server_names=("a",)), 1.0)
+            await log.commit(ServerDied("a", 1))
+            log.state = replace(log.state, servers={"b": log.state.servers["b"]})
+            request = pb.RegisterServerRequest(
+                name="a", instance_id=3, data_address="h:1", control_address="h:2", capacity_bytes=LARGE,
+                segment_ids=[record.segments[0].id], segment_epochs=[1], segment_flags=[1],
+            )  # fmt: skip
+            await service.RegisterServer(request, cast(Any, None))
+            assert [segment.server for segment in log.state.buffers["w"].segments] == ["b"]
+
+    asyncio.run(work())
+
+
 def test_a_copy_is_not_given_up_for_one_of_a_dead_server(tmp_path: Path) -> None:
     """Of two servers one was killed, and the other one lost right before: its lease ran, and it went on alone."""
 
