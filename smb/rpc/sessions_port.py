@@ -62,12 +62,12 @@ class SessionsPort:
         except grpc.RpcError as error:
             trailers = trailers_of(error)
             if ANSWERED in trailers and STANDBY not in trailers and BUSY not in trailers:
-                self._answered = True
+                self._has_answered(address)
                 raise
             if BUSY not in trailers:
                 self._failed(address, error.code(), standby=STANDBY in trailers)
             return None
-        self._answered = True
+        self._has_answered(address)
         return answer
 
     def close(self) -> None:
@@ -83,6 +83,10 @@ class SessionsPort:
         former, self._peers = self._peers, None
         self._address, self._answered = address, False
         return former
+
+    def _has_answered(self, address: str) -> None:
+        with self._lock:
+            self._answered = self._answered or address == self._address  # another thread may use another one by now
 
     def _failed(self, address: str, code: grpc.StatusCode, *, standby: bool) -> None:
         """Leave the port alone until an answer names one again. One that has answered is kept while it is only slow."""

@@ -114,3 +114,42 @@ def test_without_that_port_the_port_for_all_renews(monkeypatch: pytest.MonkeyPat
                     assert _renew(client, there) == 1
             finally:
                 client.close()
+
+
+def test_an_answer_of_a_former_port_does_not_count_for_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread learns of the next port while this one is answered. If the next one is shut off, it is left alone
+    after its first silence; it was kept as if it had answered, and held up every renewal.
+    """
+    asked: list[str] = []
+
+    class Silent(grpc.RpcError):
+        def code(self) -> grpc.StatusCode:
+            return grpc.StatusCode.DEADLINE_EXCEEDED
+
+        def trailing_metadata(self) -> None:
+            return None
+
+    class OnePeer:
+        now = None
+
+        def __init__(self, addresses: list[str], _: object) -> None:
+            self.address = addresses[0]
+
+        def take_new_certificate(self) -> None:
+            pass
+
+        def close(self) -> None:
+            pass
+
+        def ask(self, *_: object) -> str:
+            asked.append(self.address)
+            if self.address == "h:1":
+                port.learn("h:9", 2)
+                return "renewed"
+            raise Silent
+
+    monkeypatch.setattr(sessions_port, "Peers", OnePeer)
+    port = sessions_port.SessionsPort(None)
+    port.learn("h:9", 1)
+    assert [port.ask("RenewSession", None, 1.0, ()) for _ in range(3)] == ["renewed", None, None]
+    assert asked == ["h:1", "h:2"]
