@@ -17,6 +17,9 @@ from smb.security.credentials import Credentials
 
 # Before a port that did not answer is tried again: a firewall may close it for good, or it was slow for a while.
 _AGAIN_S = 60.0
+# A port that has answered may be closed later. It is left alone, too, if it was silent so often in a row and the port
+# for all then answered.
+_MISSES_MAX = 3
 
 _log = logging.getLogger("smb")
 
@@ -30,6 +33,7 @@ class SessionsPort:
         self._address = ""  # empty: no such port is known, or it is left alone for now
         self._peers: Peers | None = None
         self._answered = False  # at this address
+        self._misses = 0  # calls since its last answer that got none in time
         self._again_at: dict[str, float] = {}  # by address: when one that did not answer is tried again
         self._closed = False
 
@@ -37,9 +41,14 @@ class SessionsPort:
         """Use the port that the coordinator at this address has named; 0: it has none."""
         address = format_address(parse_address(coordinator)[0], port) if port else ""
         with self._lock:
-            if self._closed or address == self._address or time.monotonic() < self._again_at.get(address, 0.0):
+            if self._closed or time.monotonic() < self._again_at.get(address, 0.0):
                 return
-            former = self._use(address)
+            if address != self._address:
+                former = self._use(address)
+            elif address and self._misses >= _MISSES_MAX:
+                former = self._leave_alone(address)
+            else:
+                return
         if former is not None:
             former.close()
 
@@ -81,25 +90,34 @@ class SessionsPort:
     def _use(self, address: str) -> Peers | None:
         """Use that address from now on, and return what is to be closed. The caller holds the lock."""
         former, self._peers = self._peers, None
-        self._address, self._answered = address, False
+        self._address, self._answered, self._misses = address, False, 0
         return former
+
+    def _leave_alone(self, address: str) -> Peers | None:
+        """Use no such port until an answer names one again, and this one not before a while. Returns what is to be
+        closed. The caller holds the lock.
+        """
+        self._again_at = {address: time.monotonic() + _AGAIN_S}
+        _log.info(
+            "the coordinator's port for sessions, %s, cannot be reached; other clients' calls may hold up this "
+            "session's renewals: open the port, or name another one (smb coordinator --sessions)",
+            address,
+        )
+        return self._use("")
 
     def _has_answered(self, address: str) -> None:
         with self._lock:
-            self._answered = self._answered or address == self._address  # another thread may use another one by now
+            if address == self._address:  # another thread may use another one by now
+                self._answered, self._misses = True, 0
 
     def _failed(self, address: str, code: grpc.StatusCode, *, standby: bool) -> None:
         """Leave the port alone until an answer names one again. One that has answered is kept while it is only slow."""
         with self._lock:
-            if address != self._address or (self._answered and code is grpc.StatusCode.DEADLINE_EXCEEDED):
+            if address != self._address:
                 return
-            if not self._answered and not standby:
-                self._again_at = {address: time.monotonic() + _AGAIN_S}
-                _log.info(
-                    "the coordinator's port for sessions, %s, cannot be reached; other clients' calls may hold up this "
-                    "session's renewals: open the port, or name another one (smb coordinator --sessions)",
-                    address,
-                )
-            former = self._use("")
+            if self._answered and code is grpc.StatusCode.DEADLINE_EXCEEDED:
+                self._misses += 1
+                return
+            former = self._use("") if self._answered or standby else self._leave_alone(address)
         if former is not None:
             former.close()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -116,40 +116,82 @@ def test_without_that_port_the_port_for_all_renews(monkeypatch: pytest.MonkeyPat
                 client.close()
 
 
+class Silent(grpc.RpcError):
+    def code(self) -> grpc.StatusCode:
+        return grpc.StatusCode.DEADLINE_EXCEEDED
+
+    def trailing_metadata(self) -> None:
+        return None
+
+
+class OnePeer:
+    """In place of the connection to a port: `answer` says what it answers, by its address."""
+
+    now = None
+    answer: Callable[[str], str]
+
+    def __init__(self, addresses: list[str], _: object) -> None:
+        self.address = addresses[0]
+
+    def take_new_certificate(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+    def ask(self, *_: object) -> str:
+        return OnePeer.answer(self.address)
+
+
 def test_an_answer_of_a_former_port_does_not_count_for_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another thread learns of the next port while this one is answered. If the next one is shut off, it is left alone
     after its first silence; it was kept as if it had answered, and held up every renewal.
     """
     asked: list[str] = []
 
-    class Silent(grpc.RpcError):
-        def code(self) -> grpc.StatusCode:
-            return grpc.StatusCode.DEADLINE_EXCEEDED
-
-        def trailing_metadata(self) -> None:
-            return None
-
-    class OnePeer:
-        now = None
-
-        def __init__(self, addresses: list[str], _: object) -> None:
-            self.address = addresses[0]
-
-        def take_new_certificate(self) -> None:
-            pass
-
-        def close(self) -> None:
-            pass
-
-        def ask(self, *_: object) -> str:
-            asked.append(self.address)
-            if self.address == "h:1":
-                port.learn("h:9", 2)
-                return "renewed"
+    def answer(address: str) -> str:
+        asked.append(address)
+        if address == "h:2":
             raise Silent
+        port.learn("h:9", 2)
+        return "renewed"
 
     monkeypatch.setattr(sessions_port, "Peers", OnePeer)
+    monkeypatch.setattr(OnePeer, "answer", staticmethod(answer), raising=False)
     port = sessions_port.SessionsPort(None)
     port.learn("h:9", 1)
     assert [port.ask("RenewSession", None, 1.0, ()) for _ in range(3)] == ["renewed", None, None]
     assert asked == ["h:1", "h:2"]
+
+
+def test_a_port_that_a_firewall_closes_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once it has been silent three times and the port for all has answered, for a minute: it had answered before, and
+    was asked first for ever, which took half of each renewal's time. A port that is slow twice is kept.
+    """
+    now, asked, silent = [1000.0], [0], [False]
+
+    def answer(_: str) -> str:
+        asked[0] += 1
+        if silent[0]:
+            raise Silent
+        return "renewed"
+
+    def renew() -> bool:
+        """Whether that port was asked. The port for all answers, if that one does not."""
+        before = asked[0]
+        if port.ask("RenewSession", None, 1.0, ()) is None:
+            port.learn("h:9", 1)
+        return asked[0] > before
+
+    monkeypatch.setattr(sessions_port.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(sessions_port, "Peers", OnePeer)
+    monkeypatch.setattr(OnePeer, "answer", staticmethod(answer), raising=False)
+    port = sessions_port.SessionsPort(None)
+    port.learn("h:9", 1)
+    for silent[0] in (False, True, True, False, True, True, True):
+        assert renew()
+    assert not renew()
+    now[0] += 61
+    silent[0] = False
+    assert not renew()  # the port for all names it again
+    assert renew()
