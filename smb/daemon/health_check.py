@@ -18,6 +18,8 @@ from smb.config.settings import CONFIG_VARIABLE, SETTINGS, use_file
 
 _TIMEOUT_S = 4.0
 _DAEMONS = ("memserver", "coordinator")
+# The proxy that a container may have for its calls does not reach the container itself.
+_without_proxy = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 def pages(command: str, environment: Mapping[str, str]) -> list[str]:
@@ -33,7 +35,7 @@ def pages(command: str, environment: Mapping[str, str]) -> list[str]:
 def lives(address: str) -> bool:
     """Whether /livez there answers with 200."""
     try:
-        with urllib.request.urlopen(f"http://{address}/livez", timeout=_TIMEOUT_S) as answer:
+        with _without_proxy.open(f"http://{address}/livez", timeout=_TIMEOUT_S) as answer:
             return bool(answer.status == 200)
     except (OSError, urllib.error.URLError):
         return False

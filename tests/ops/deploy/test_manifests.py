@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import urllib.request
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -403,8 +404,12 @@ def test_the_health_check_asks_the_daemon_of_the_container(
     assert health_check.pages(command, variables) == expected
 
 
-def test_the_health_check_sees_whether_a_daemon_lives() -> None:
+def test_the_health_check_sees_whether_a_daemon_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in a container that has a proxy: there every daemon counted as dead."""
     with smb.LocalCluster(servers=1, capacity="16MiB") as cluster:
         page = cluster.servers[0].metrics
+        monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+        monkeypatch.delenv("no_proxy", raising=False)
+        monkeypatch.setattr(urllib.request, "_opener", None)  # which remembers the proxies of before
         assert health_check.lives(page)
     assert not health_check.lives(page)
