@@ -260,7 +260,7 @@ struct smb_request {
     /* for SMB_WIRE_SPARSE, of ACCUMULATE and READ: the ascending indices in the buffer of the
      * `count` elements whose values are in source, or go to sink. offset and bytes span the first
      * to the last of them. A READ asks for each run of neighbours within a chunk by a request of
-     * its own; the requests travel together, and the wire has no sparse READ */
+     * its own, without waiting for the answers before; the wire has no sparse READ */
     const int64_t *indices;
     uint64_t count;
 };

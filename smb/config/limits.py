@@ -7,7 +7,7 @@ DIMENSIONS_MAX = 32  # numpy 1's limit: a client could not return an array with 
 STRIPE_BYTES_MULTIPLE = 4096  # a page: stripes are mapped side by side
 NAME_CHARACTERS_MAX = 255  # of a buffer, lock or barrier
 RENEWALS_PER_LEASE = 3  # of a server or a session, so that two may get lost
-SPARSE_BYTES_MAX = 1 << 30  # of the result of one sparse read: the indices of its elements take twice as much
+SPARSE_BYTES_MAX = 1 << 30  # of the result of one sparse read; an element's index takes 8 more in the client's memory
 VERSIONS_MAX = 16  # copies of a buffer: csrc/memory/sync_words.h, SYNC_COPIES_MAX
 
 # Limits for data that others may have written: see untrusted.py.
