@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import shutil
@@ -15,10 +16,11 @@ from pathlib import Path
 
 import pytest
 
+import smb
 from perf import netlab
 from perf.netlab import Host, Lab
 from smb.errors import InvalidArgumentError
-from smb.tools.hosts import hosts_of
+from smb.tools.hosts import Ssh, check_servers, hosts_of, run_on, there
 from tests.support.daemons import wait_for
 
 ROOT = Path(__file__).parents[2]
@@ -68,6 +70,23 @@ def test_hosts_come_from_a_list_a_file_or_slurm(tmp_path: Path) -> None:
 def test_other_lists_are_refused(text: str, reason: str) -> None:
     with pytest.raises(InvalidArgumentError, match=reason):
         hosts_of(text, {})
+
+
+@pytest.mark.parametrize(
+    ("hosts", "reason"),
+    [
+        (["ca"], "name of a directory"),
+        (["a", "root@coordinator"], '"coordinator" is the name of a directory'),
+        (["a", "localhost"], "each host would take localhost for itself"),
+        (["127.0.0.1", "b"], "each host would take 127.0.0.1 for itself"),
+    ],
+)
+def test_hosts_that_cannot_have_a_memory_server_are_refused(hosts: list[str], reason: str) -> None:
+    """One whose directory of credentials is another one's, and one that the others do not find."""
+    check_servers(["a", "coordinator.lab"])
+    check_servers(["localhost"])
+    with pytest.raises(InvalidArgumentError, match=reason):
+        check_servers(hosts)
 
 
 class Hosts:
@@ -278,3 +297,106 @@ def test_programs_run_on_this_machine_without_ssh(
     ran = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=110)
     assert ran.returncode == 0, ran.stderr
     assert sorted(line for line in ran.stdout.splitlines() if line.startswith("rank")) == expected
+
+
+def call_run(tmp_path: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """`smb run` on this machine."""
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("SMB_")}
+    environment |= {"PYTHONPATH": str(ROOT)} | variables
+    code = "import sys; sys.modules['cryptography'] = None; from smb.tools.cli.main import main; main()"
+    command = [sys.executable, "-c", code, "run", *words]
+    return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=110)
+
+
+def test_programs_run_without_the_package_that_makes_certificates(tmp_path: Path) -> None:
+    """It comes with an extra, which who only trains has not installed."""
+    (tmp_path / "says.py").write_text("print('here')")
+    ran = call_run(tmp_path, "says.py")
+    assert (ran.returncode, ran.stdout) == (0, "here\n"), ran.stderr
+
+
+def test_a_cluster_at_localhost_is_refused_to_other_hosts_alone(tmp_path: Path) -> None:
+    """`smb up --hosts localhost` prints a command that works: it gets as far as to ssh."""
+    words = ("--ssh", "false", "--hosts")
+    local = call_run(tmp_path, *words, "me@localhost", "says.py", SMB_COORDINATOR="localhost:7070")
+    assert (local.returncode, "says.py on localhost" in local.stderr) == (1, True), local.stderr
+    other = call_run(tmp_path, *words, "a", "says.py", SMB_COORDINATOR="localhost:7070")
+    assert (other.returncode, "is this machine for each host" in other.stderr) == (2, True), other.stderr
+
+
+def test_hundreds_of_processes_on_a_host_are_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What tells that they run is read as a whole, however many they are; so is a long reason."""
+    monkeypatch.chdir(tmp_path)
+    python = tmp_path / "python"
+    python.write_text(
+        f"#!{sys.executable}\nimport json, sys\nspec = json.loads(sys.stdin.readline())\n"
+        "print(json.dumps({'event': 'failed', 'reason': str(spec['count']) + 'x' * 9000}))\n"
+    )
+    python.chmod(0o755)
+    with pytest.raises(smb.UnavailableError, match=r"^says.py on this machine: 4000x{9000}$"):
+        run_on(
+            Ssh((), str(python)), [], ["says.py"], processes=4000, mesh=0, environment={}, credentials=None,
+            show=lambda _: None,
+        )  # fmt: skip
+
+
+def test_children_of_a_program_end_while_its_id_is_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once a program is waited for, its id may be that of a stranger's processes, which must not be killed."""
+    (tmp_path / "parent.py").write_text(
+        "import pathlib, subprocess, sys, time\n"
+        "try:\n    pathlib.Path('first').touch(exist_ok=False)\n"
+        "except FileExistsError:\n    time.sleep(1)\n"
+        "else:\n    child = subprocess.Popen(['sleep', '1000'])\n    pathlib.Path('child').write_text(str(child.pid))\n"
+        "    sys.exit(3)\n"
+    )
+    real, killed = os.killpg, []
+
+    def kill(group: int, how: int) -> None:
+        killed.append((group, Path(f"/proc/{group}").exists()))
+        real(group, how)
+
+    monkeypatch.setattr(os, "killpg", kill)
+    monkeypatch.setattr(there, "_ignore_signals", lambda: None)  # here they are pytest's
+    spec = {"command": ["parent.py"], "count": 2, "environment": {}, "credentials": {}, "directory": str(tmp_path)}
+    (tmp_path / "own").mkdir()
+    held = there.HeldDirectory(tmp_path / "own")
+    try:
+        assert there.run_programs(spec, held) == 3
+    finally:
+        held.remove()
+    child = (tmp_path / "child").read_text()
+    wait_for(lambda: not Path(f"/proc/{child}").exists() or state(child) == "Z", "the child's end", 10)
+    assert len({group for group, _ in killed}) == 2
+    assert all(there_still for _, there_still in killed)
+
+
+def state(pid: str) -> str:
+    """Return the letter of a process's state; empty if it is gone."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0]
+    return ""
+
+
+@pytest.mark.parametrize("directory", [".", "nowhere"], ids=["ended", "failed"])
+def test_keys_are_removed_although_the_process_is_told_to_end_meanwhile(tmp_path: Path, directory: str) -> None:
+    """As it is when it has said "failed": then the other side ends it at once."""
+    spec = {
+        "what": "programs", "command": ["-c", ""], "count": 1, "environment": {}, "credentials": {"key.pem": "secret"},
+        "directory": str(tmp_path / directory),
+    }  # fmt: skip
+    code = (
+        "import os, signal, sys\nfrom smb.tools.hosts import there\nremove = there.HeldDirectory.remove\n"
+        "def interrupted(held):\n    print(held.path)\n    os.kill(os.getpid(), signal.SIGTERM)\n    remove(held)\n"
+        "there.HeldDirectory.remove = interrupted\nsys.exit(there.main())"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(ROOT)}, stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE, text=True,
+    ) as process:  # fmt: skip
+        assert process.stdin
+        assert process.stdout
+        process.stdin.write(json.dumps(spec) + "\n")
+        process.stdin.flush()  # and stays open: only the signal interrupts
+        *_, held = process.stdout.read().split()
+    assert held.startswith("/dev/shm/smb-cluster-")
+    assert not Path(held).exists()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -42,7 +43,7 @@ def run(
     The processes are spread over the hosts in turn, and find the cluster of $SMB_COORDINATOR with the certificate of
     $SMB_CREDENTIALS, which goes to the hosts over ssh. They start in this working directory, which must be on all
     hosts. One that fails does not end the others. All end at Ctrl-C, or when the connection to a host is lost. The exit
-    code is that of the first process that failed.
+    code is 0, or that of a process that failed.
 
     Example: smb run -n 4 --hosts a,b train.py --epochs 3
     """
@@ -50,7 +51,7 @@ def run(
 
     with usage_errors():
         named = hosts_of(hosts) if hosts is not None else []
-        environment = _environment(bool(named))
+        environment = _environment(named)
     found = os.environ.get(CREDENTIALS_VARIABLE)
     with interrupted_once():
         try:
@@ -71,20 +72,24 @@ def run(
         raise typer.Exit(status if 0 < status < 256 else 1)
 
 
-def _environment(others: bool) -> dict[str, str]:
-    """Return the variables of the processes. Raises InvalidArgumentError if other hosts could not reach the cluster."""
+def _environment(hosts: Sequence[str]) -> dict[str, str]:
+    """Return the variables of the processes. Raises InvalidArgumentError if the hosts could not reach the cluster."""
     from smb.config.parse import parse_address
     from smb.security.credentials import is_loopback
+    from smb.tools.hosts import bare
 
-    address = os.environ.get(_COORDINATOR)
-    if address is None and others:
+    address = os.environ.get(_COORDINATOR) or None
+    if address is None and hosts:
         raise InvalidArgumentError(
             f"{_COORDINATOR} is not set: start a cluster by `smb up --hosts ...`, which prints what to export"
         )
     for each in (address or "").split(","):
-        if each and others and is_loopback(parse_address(each)[0]):
+        host = parse_address(each)[0] if each and hosts else ""
+        # `smb up --hosts localhost` is for a try on one machine.
+        if host and {bare(name) for name in hosts} != {host} and is_loopback(host):
             raise InvalidArgumentError(
-                f"{_COORDINATOR}={address} is this machine for each host: start a cluster by `smb up --hosts ...`"
+                f"{_COORDINATOR}={address} is this machine for each host, or no known host: start a cluster by "
+                f"`smb up --hosts ...`"
             )
     return {_COORDINATOR: address} if address is not None else {}
 

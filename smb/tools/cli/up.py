@@ -118,10 +118,11 @@ def _up_on_hosts(
     out: Console, hosts: str, capacity_bytes: int, listen: str, metrics: str | None, credentials: Path | None, ssh: Ssh
 ) -> None:
     from smb.config.parse import format_bytes, parse_address
-    from smb.tools.hosts import HostsCluster, hosts_of
+    from smb.tools.hosts import HostsCluster, check_servers, hosts_of
 
     with usage_errors():
         named = hosts_of(hosts)
+        check_servers(named)
         port = parse_address(listen)[1]
     with interrupted_once():
         try:

@@ -5,8 +5,8 @@ input ends or falls silent. So nothing goes on after Ctrl-C, after the end of th
 """
 
 from smb.tools.hosts.cluster import HostsCluster
-from smb.tools.hosts.names import hosts_of
+from smb.tools.hosts.names import bare, check_servers, hosts_of
 from smb.tools.hosts.programs import run_on
 from smb.tools.hosts.remote import Ssh
 
-__all__ = ["HostsCluster", "Ssh", "hosts_of", "run_on"]
+__all__ = ["HostsCluster", "Ssh", "bare", "check_servers", "hosts_of", "run_on"]

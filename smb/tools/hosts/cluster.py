@@ -11,7 +11,6 @@ from pathlib import Path
 from types import TracebackType
 
 from smb.config.parse import format_address, parse_address
-from smb.security.lab_ca import Holder, make_set
 from smb.security.roles import Role
 from smb.tools.hosts.names import bare
 from smb.tools.hosts.remote import START_S, Remote, Ssh, credentials_files, stop_all
@@ -57,6 +56,8 @@ class HostsCluster:
         return self.credentials / Role.CLIENT.value
 
     def _start(self, capacity: int, port: int, metrics: str) -> None:
+        from smb.security.lab_ca import Holder, make_set  # needs an extra, which `smb run` does not
+
         names = [bare(host) for host in self._hosts]
         roles = (Role.COORDINATOR, Role.CLIENT, Role.READER, Role.OPERATOR)
         make_set(

@@ -6,15 +6,17 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from smb.errors import InvalidArgumentError
+from smb.security.roles import Role
 
 HOSTS_MAX = 256
 # Of user@host. No host begins with "-", which ssh would take for an option.
 _HOST = re.compile(r"(?:[A-Za-z0-9._][A-Za-z0-9._-]*@)?[A-Za-z0-9][A-Za-z0-9.-]*")
 _SCONTROL_S = 30.0
+_TAKEN = {"ca", *(role.value for role in Role)}  # beside the servers' directories of credentials
 
 
 def hosts_of(text: str, environment: Mapping[str, str] = os.environ) -> list[str]:
@@ -46,6 +48,20 @@ def hosts_of(text: str, environment: Mapping[str, str] = os.environ) -> list[str
     if len(words) > HOSTS_MAX:
         raise InvalidArgumentError(f"--hosts: {len(words)} hosts, and one command starts at most {HOSTS_MAX}")
     return words
+
+
+def check_servers(hosts: Sequence[str]) -> None:
+    """Raise InvalidArgumentError if one of the hosts can't have a memory server under its name."""
+    for name in map(bare, hosts):
+        if name in _TAKEN:
+            raise InvalidArgumentError(
+                f'--hosts: "{name}" is the name of a directory beside the certificates of the memory servers; name the '
+                f"host by its address or with its domain"
+            )
+        if len(hosts) > 1 and (name == "localhost" or name.startswith("127.")):
+            raise InvalidArgumentError(
+                f"--hosts: each host would take {name} for itself; name this machine as the others know it"
+            )
 
 
 def bare(host: str) -> str:

@@ -25,9 +25,9 @@ def run_on(
 ) -> int:
     """Run `processes` copies of a Python program, spread over the hosts in turn; block until all have ended.
 
-    No hosts: this machine, without ssh. With a mesh each copy is `mesh` ranks under torchrun. Returns 0, or the first
-    status other than 0. A copy that fails does not end the others, which train on. Raises UnavailableError for a host
-    that cannot be reached or is lost, after everything else has ended.
+    No hosts: this machine, without ssh. With a mesh each copy is `mesh` ranks under torchrun. Returns 0, or the status
+    of a copy that ended otherwise. A copy that fails does not end the others, which train on. Raises UnavailableError
+    for a host that cannot be reached or is lost, after everything else has ended.
     """
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={mesh}"] if mesh else []
     files = credentials_files(credentials) if credentials else {}
@@ -38,7 +38,8 @@ def run_on(
             count = len(range(index, processes, len(places)))
             spec = {
                 "what": "programs",
-                "commands": [[*torchrun, *words]] * count,
+                "command": [*torchrun, *words],
+                "count": count,
                 "environment": environment,
                 "credentials": files,
                 "directory": str(Path.cwd()),
@@ -58,7 +59,7 @@ def _with(prefix: str, show: Callable[[str], None]) -> Callable[[str], None]:
 
 
 def _wait(remotes: Sequence[Remote], show: Callable[[str], None]) -> int:
-    """Wait until all hosts are done, and return the first status other than 0."""
+    """Wait until all hosts are done, and return 0, or the first other status that one of them told."""
     left, status = list(remotes), 0
     while left:
         for remote in [each for each in left if not each.running]:

@@ -18,7 +18,7 @@ from typing import IO, Any
 from smb.errors import InvalidArgumentError, UnavailableError
 from smb.security.credentials import CA_FILE, CERTIFICATE_FILE, KEY_FILE
 from smb.tools.hosts.names import bare
-from smb.tools.hosts.there import HEARTBEAT_S
+from smb.tools.hosts.there import HEARTBEAT_S, SPEC_BYTES_MAX
 
 START_S = 60.0  # ssh, Python, the imports of a daemon
 _STOP_S = 25.0  # longer than a daemon or program has for its own end
@@ -113,7 +113,7 @@ class Remote:
 
     def _read_events(self, output: IO[bytes]) -> None:
         with output:
-            while line := output.readline(_LINE_MAX):
+            while line := output.readline(SPEC_BYTES_MAX):
                 with contextlib.suppress(ValueError):  # a greeting of the host's shell
                     event = json.loads(line)
                     if isinstance(event, dict):
@@ -163,11 +163,11 @@ class Remote:
         """Close the input, which ends what was started there. Does not wait."""
         self._stopping.set()
 
-    def stop(self) -> None:
-        """End what was started there, and wait for it; after 25 s, end the connection, which ends it as well."""
+    def stop(self, deadline: float) -> None:
+        """End what was started there, and wait for it; at the deadline end the connection, which ends it as well."""
         self.ask_to_end()
         try:
-            self._process.wait(_STOP_S)
+            self._process.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
@@ -176,8 +176,9 @@ class Remote:
 
 
 def stop_all(remotes: Sequence[Remote]) -> None:
-    """Stop them side by side."""
+    """Stop them side by side, in 25 s at most."""
     for remote in remotes:
         remote.ask_to_end()
+    deadline = time.monotonic() + _STOP_S
     for remote in remotes:
-        remote.stop()
+        remote.stop(deadline)

@@ -35,6 +35,7 @@ _PREFIX = "smb-cluster"  # as LocalCluster's directories, so each sweeps what th
 _LOOK_S = 0.5
 _RESTART_S = 2.0
 _END_S = 10.0  # between SIGTERM and SIGKILL for programs
+_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 
 
 def _say(**event: object) -> None:
@@ -104,7 +105,7 @@ def run_daemon(spec: dict[str, Any], held: HeldDirectory) -> NoReturn:
 
 
 def run_programs(spec: dict[str, Any], held: HeldDirectory) -> int:
-    """Run the commands side by side; return 0 once all have ended with 0, else the first other status."""
+    """Run a command in `count` processes side by side; return 0 if all end with 0, else a status that is not 0."""
     environment = os.environ | spec["environment"]
     if spec["credentials"]:
         environment["SMB_CREDENTIALS"] = str(_write_credentials(spec["credentials"], held.path))
@@ -115,8 +116,8 @@ def run_programs(spec: dict[str, Any], held: HeldDirectory) -> int:
         )
     programs: list[subprocess.Popen[bytes]] = []
     try:
-        for words in spec["commands"]:
-            command = [THIS_PYTHON, *words]
+        for _ in range(spec["count"]):
+            command = [THIS_PYTHON, *spec["command"]]
             # Sessions of their own: a program's children end with it. stdout goes with stderr: ours has the events.
             programs.append(
                 subprocess.Popen(  # noqa: S603 - the user's own program
@@ -128,14 +129,24 @@ def run_programs(spec: dict[str, Any], held: HeldDirectory) -> int:
                     start_new_session=True,
                 )
             )
-        _say(event="ready", pids=[program.pid for program in programs])
-        return next((status for status in [program.wait() for program in programs] if status), 0)
+        _say(event="ready")
+        return next((status for status in [_status(program) for program in programs] if status), 0)
     finally:
-        _end(programs)
+        _ignore_signals()
+        _end([program for program in programs if program.returncode is None])
+
+
+def _status(program: subprocess.Popen[bytes]) -> int:
+    """Wait for a program, end its children, and return its status."""
+    os.waitid(os.P_PID, program.pid, os.WEXITED | os.WNOWAIT)
+    # Before wait() frees the id: later it could be that of a stranger's processes.
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(program.pid, signal.SIGKILL)
+    return program.wait()
 
 
 def _end(programs: list[subprocess.Popen[bytes]]) -> None:
-    """End the programs and their children: SIGTERM, and SIGKILL for those that are still there 10 s later."""
+    """End programs that run, and their children: SIGTERM, and SIGKILL for those that are still there 10 s later."""
     deadline = time.monotonic() + _END_S
     for program in programs:
         with contextlib.suppress(ProcessLookupError):
@@ -148,15 +159,20 @@ def _end(programs: list[subprocess.Popen[bytes]]) -> None:
         program.wait()
 
 
-def _interrupt(_signal: int, _frame: FrameType | None) -> None:
-    for each in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+def _ignore_signals() -> None:
+    """Let no signal interrupt the end. The other side closes our input as soon as it has read "failed"."""
+    for each in _SIGNALS:
         signal.signal(each, signal.SIG_IGN)
+
+
+def _interrupt(_signal: int, _frame: FrameType | None) -> None:
+    _ignore_signals()
     raise KeyboardInterrupt
 
 
 def main() -> int:
-    """Read what to do, do it, and remove everything. Returns the status of a failed program, or 1."""
-    for each in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+    """Read what to do, do it, and remove everything. Returns 0, or 1 after "failed"."""
+    for each in _SIGNALS:
         signal.signal(each, _interrupt)
     held = None
     try:
@@ -174,9 +190,11 @@ def main() -> int:
     except KeyboardInterrupt:
         return 0
     except (Error, OSError) as error:
+        _ignore_signals()
         _say(event="failed", reason=str(error))
         return 1
     finally:
+        _ignore_signals()
         if held is not None:
             held.remove()
 
