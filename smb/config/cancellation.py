@@ -65,7 +65,8 @@ async def to_thread(call: Callable[..., Result], /, *arguments: Any, **named: An
     As asyncio.to_thread, but each call has a thread of its own, so waits hold up no other call, and cancelling ends a
     wait: of Follower.wait, Buffer.wait, Client.barrier (for all parties), Client.open with timeout=, a lock, a
     training's exchange. The task goes on when its call is over and the server has forgotten it, 0.5 s later or sooner.
-    A call that moves data finishes first, which takes at most the client's timeout.
+    A call that moves data finishes first, which takes at most the client's timeout. A server that does not answer is
+    waited for as long; if it can't be reached, the task goes on, and a lock may stay taken until its ttl is over.
 
     Take a lock by `async with`, which releases it if the task is cancelled at the moment at which it is granted. Raises
     what the call raises.
@@ -108,6 +109,10 @@ async def _awaited(
             cancelled = error
             if event is not None:
                 event.set()
+        except BaseException:  # the coroutine was closed: nobody will take the result
+            if event is not None:
+                event.set()
+            raise
     try:
         if cancelled is not None:
             raise cancelled

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from smb.client import Client
+from smb.config import cancellation
 from smb.config.backoff import Backoff
 from smb.errors import UnavailableError
 from smb.spi import session_of
@@ -36,4 +37,5 @@ def until_joined(client: Client, join: Callable[[], Made]) -> Made:
             if not told:
                 _log.warning("%s; trying again for up to %.0f s", error, deadline.left())
             told = True
+        cancellation.check()  # a member that nobody knows of would hold up the others
         time.sleep(backoff.next_s())

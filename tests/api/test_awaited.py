@@ -15,7 +15,9 @@ from torch import nn
 
 import smb
 import smb.torch
+import smb.train
 from smb.config import cancellation
+from smb.train import members
 from tests.conftest import Connect
 from tests.support.daemons import wait_for, waiting
 from tests.support.transports import FAR
@@ -258,6 +260,46 @@ def test_a_cancelled_open_ends(client: smb.Client, monkeypatch: pytest.MonkeyPat
         opens = asyncio.create_task(smb.to_thread(client.open, "never", timeout=600))
         await until(lambda: threads() == 1, "the call")
         await cancelled(opens)
+
+    run(main())
+
+
+def test_a_coroutine_that_is_closed_ends_its_call(
+    client: smb.Client, connect: Connect, cluster: smb.LocalCluster
+) -> None:
+    """As one whose loop was stopped: otherwise its thread would wait for ever, and the lock be granted to nobody."""
+    held = client.lock("closed").acquire()
+
+    async def main() -> None:
+        wants = connect(FAR).lock("closed", ttl=600).__aenter__()
+        wants.send(None)  # as a loop does
+        await until(lambda: waiting(cluster) == 1, "the wait")
+        wants.close()
+        await until(lambda: threads() == 0, "the end of its thread")
+
+    run(main())
+    held.release()
+    with client.lock("closed", timeout=0):
+        pass
+
+
+def test_a_join_that_is_cancelled_does_not_try_again(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise it would become a member for whose steps the others wait, and of which nobody knows."""
+    client = connect(timeout=10 * DEADLINE_S)
+    attempts: list[int] = []
+
+    def none_free(*_: Any) -> Any:
+        attempts.append(1)
+        raise members.NoSlotError("all slots are taken")
+
+    monkeypatch.setattr(members, "admit", none_free)
+
+    async def main() -> None:
+        joins = asyncio.create_task(
+            smb.to_thread(smb.train.join, client, "run", np.zeros(8, np.float32), smb.train.ASP())
+        )
+        await until(lambda: len(attempts) > 1, "a second attempt")
+        await cancelled(joins)
 
     run(main())
 
