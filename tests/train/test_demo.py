@@ -121,8 +121,10 @@ def test_command_reports_and_exits_by_accuracy(
 @AT_NIGHT
 @pytest.mark.timeout(300)  # the whole demo, which trains three times
 def test_sharing_ends_above_a_process_with_its_own_digits_alone() -> None:
-    """As the picture shows. The difference was larger than the spread of 5 seeds."""
-    result = run_demo(DemoConfig())  # in 5 seeds: 92.8 to 94.4 %, and 75.0 to 84.2 % alone
+    """As the picture shows. With 5 seeds it was 92.8 to 94.4 %, and 75.0 to 84.2 % alone: for each seed 9.7 to 18.6
+    points more, and 8.6 more in the worst seed together than in the best one alone.
+    """
+    result = run_demo(DemoConfig())
     assert result.alone_accuracy is not None
     assert result.accuracy > result.alone_accuracy + 0.05, result.conclusion
 

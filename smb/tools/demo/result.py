@@ -108,7 +108,8 @@ class DemoResult:
             f"{workers} workers with {each} digits each that no other process had came to {self.accuracy:.1%} "
             f"together, and one process with its own {each} alone to {self.alone_accuracy:.1%}, both with "
             f"{self.samples:,} samples. Sharing does not pay where one process can have all the data: one with the "
-            f"{self.config.all_digits} digits of all workers came to {self.pooled_accuracy:.1%}, and exchanged nothing."
+            f"{self.config.all_digits} digits of all workers, the late one included, came to "
+            f"{self.pooled_accuracy:.1%}, and exchanged nothing."
         )
 
     @property
