@@ -129,6 +129,14 @@ def test_sharing_ends_above_a_process_with_its_own_digits_alone() -> None:
     assert result.accuracy > result.alone_accuracy + 0.05, result.conclusion
 
 
+@AT_NIGHT
+@pytest.mark.parametrize("scheme", RECIPES)
+def test_the_demo_reaches_its_target_by_every_scheme(scheme: str) -> None:
+    """With the settings of its recipe, which in the short form had more digits and fewer workers to learn from."""
+    result = run_demo(DemoConfig(scheme, compare=False))
+    assert result.passed, result.curve
+
+
 def test_every_worker_has_digits_that_no_other_has(tmp_path: Path) -> None:
     """Also the one that joins late; the process that has everybody's has just these."""
     digits = load_digits()
