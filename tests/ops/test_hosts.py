@@ -19,6 +19,7 @@ import pytest
 import smb
 from perf import netlab
 from perf.netlab import Host, Lab
+from smb.daemon.held_directory import HeldDirectory
 from smb.errors import InvalidArgumentError
 from smb.tools.hosts import Ssh, check_servers, hosts_of, run_on, there
 from tests.support.daemons import wait_for
@@ -359,7 +360,7 @@ def test_children_of_a_program_end_while_its_id_is_its_own(tmp_path: Path, monke
     monkeypatch.setattr(there, "_ignore_signals", lambda: None)  # here they are pytest's
     spec = {"command": ["parent.py"], "count": 2, "environment": {}, "credentials": {}, "directory": str(tmp_path)}
     (tmp_path / "own").mkdir()
-    held = there.HeldDirectory(tmp_path / "own")
+    held = HeldDirectory(tmp_path / "own")
     try:
         assert there.run_programs(spec, held) == 3
     finally:
