@@ -58,6 +58,7 @@ def test_an_optimizer_on_the_servers() -> None:
     assert np.abs(learnt - truth).max() < 0.2
 
 
+@AT_NIGHT
 def test_an_embedding_table_of_four_processes() -> None:
     """It learns as well as PyTorch's in one process: rows are read and added sparsely, doubled ones twice."""
     start, shared, alone = (float(line.rsplit(" ", 1)[1]) for line in run_example("embeddings.py"))
@@ -89,6 +90,7 @@ def test_rollouts_of_a_policy_that_is_learning() -> None:
 
 
 # More than 5 s: two clusters, and a lock whose holder was killed (5 s) in each.
+@AT_NIGHT
 def test_a_support_vector_machine_over_a_kill_in_the_middle_of_a_step() -> None:
     """With and without elimination the worker that is left reaches libsvm's optimum, after one recovery."""
     pytest.importorskip("sklearn", reason="scikit-learn")
