@@ -353,7 +353,11 @@ class CopyMaker:
             if wish.leaving or len(wish.members) > 1:
                 asked = wish.source
                 await self._confirm(wish, wish.source)
-            committed = await self._commit_log.commit(begun)
+            try:
+                committed = await self._commit_log.commit(begun)
+            except NotFoundError:  # the copy is not wanted any more: no server is to be avoided for that
+                await self._give_room_back(wish, server, epoch)
+                return
         except Error as error:
             self._pause(wish, asked, PAUSE_S if asked == wish.target else CONFIRM_PAUSE_S, error)
             await self._give_room_back(wish, server, epoch)

@@ -24,6 +24,7 @@ from smb.coordinator.etcd import etcd_pb2
 from smb.coordinator.etcd.election import campaign
 from smb.coordinator.etcd.store import CHANGES_MAX, EtcdStore, read_records
 from smb.coordinator.events import (
+    BackupsLost,
     BufferDeleted,
     BufferWanted,
     Instant,
@@ -465,3 +466,28 @@ def test_events_that_arrive_during_a_change_are_stored_together(monkeypatch: pyt
         assert found == {f"buffer/{name}" for name in log.state.buffers}
 
     asyncio.run(work())
+
+
+def test_a_server_is_not_avoided_for_a_copy_that_nobody_wants_any_more(tmp_path: Path) -> None:
+    """The buffer is deleted while the room for its copy is made: the next copy goes to the same server."""
+
+    async def work() -> None:
+        async with beside(tmp_path) as log:
+            servers = Servers(living=1)
+            await register(log, "a", "b")
+            maker = SegmentMaker(log, cast(Any, servers))
+            for name in "wv":
+                await maker.create(Creation(name, (8,), "float32", replicas=2, server_names=("a",)), 1.0)
+            copies = CopyMaker(log, cast(Any, servers), nothing, maker.drop)
+            await log.commit(BackupsLost("a", frozenset({log.state.buffers["w"].segments[0].id})))
+            servers.waits["b"] = lambda: log.commit(BufferDeleted("w", missing_ok=False))
+            await copies.begin()
+            await log.commit(BackupsLost("a", frozenset({log.state.buffers["v"].segments[0].id})))
+            await copies.begin()
+            assert log.state.buffers["v"].segments[0].copying_to == "b"
+
+    asyncio.run(work())
+
+
+async def nothing(*_: object) -> None:
+    pass
