@@ -31,6 +31,7 @@ static void local_failed(struct local_work *work, struct smb_piece piece, int st
         more = smb_cursor_next(&work->cursor, &piece);
     }
     work->cursor.position = work->cursor.end;
+    work->rest.bytes = 0;
 }
 
 /* Gets a source's elements, rounded as if they had been sent. */
@@ -63,26 +64,33 @@ static int local_sum(struct local_work *work, const struct smb_piece *piece, uin
     return SMB_OK;
 }
 
-/* Reads the elements of the piece that a sparse read wants, run by run. */
+/* Reads the elements of the piece that a sparse read wants, run by run. A run that does not get its
+ * lock in time is the first one of the next try: many runs take longer than one try has. */
 static int local_runs(struct local_work *work, const struct smb_piece *piece, uint64_t deadline_ns)
 {
     const struct smb_request *request = work->request;
     uint32_t element = smb_dtype_bytes(work->buffer->dtype);
-    struct smb_piece rest = *piece, run;
-    uint64_t first, bytes = 0;
-    while (rest.bytes > 0 && sparse_run(request, element, &rest, &run, &first)) {
+    struct smb_piece run;
+    uint64_t first;
+    if (work->rest.bytes == 0)
+        work->rest = *piece;
+    while (work->rest.bytes > 0) {
+        struct smb_piece before = work->rest;
+        if (!sparse_run(request, element, &work->rest, &run, &first))
+            break;
         struct smb_change read = {.opcode = SMB_READ,
                                   .offset = run.segment_offset,
                                   .bytes = run.bytes,
                                   .sink = (uint8_t *)request->sink + first * element};
         int status = smb_segment_apply(work->buffer->paths[work->index].segment, &read,
                                        deadline_ns);
-        if (status != SMB_OK)
+        if (status != SMB_OK) {
+            work->rest = before;
             return status;
-        bytes += run.bytes;
+        }
+        work->outcome->bytes_applied += run.bytes;
+        work->bytes_here += run.bytes;
     }
-    work->outcome->bytes_applied += bytes;
-    work->bytes_here += bytes;
     return SMB_OK;
 }
 

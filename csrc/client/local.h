@@ -18,6 +18,8 @@ struct local_work {
     bool walking;
     struct smb_cursor cursor;
     uint64_t bytes_here; /* done on this segment */
+    /* of a sparse read: what is left of the cursor's piece, if a run had to wait; 0 bytes: none */
+    struct smb_piece rest;
     /* one chunk: the source of ACCUMULATE_FROM, else the piece in its wire format; two chunks if
      * there are several sources */
     uint8_t *scratch;

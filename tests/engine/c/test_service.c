@@ -6,8 +6,10 @@
 #include <string.h>
 #include <sys/socket.h>
 #include <sys/wait.h>
+#include <time.h>
 #include <unistd.h>
 
+#include "base/clock.h"
 #include "client/client.h"
 #include "memory/change.h"
 #include "memory/segment.h"
@@ -879,6 +881,60 @@ static void contiguous_view(void)
     rig_stop(&rig);
 }
 
+struct holder {
+    struct smb_segment *segment;
+    int64_t *first; /* what the call reads first */
+    pthread_t thread;
+};
+
+/* Takes the chunk's lock as soon as the call has begun, notes that in its first element, and keeps
+ * the lock longer than several tries of the call. */
+static void *hold_the_chunk(void *argument)
+{
+    struct holder *holder = argument;
+    while (__atomic_load_n(holder->first, __ATOMIC_RELAXED) == 0)
+        continue;
+    CHECK_EQ(smb_segment_lock(holder->segment, 0, smb_now_ns() + 5000000000U), SMB_OK);
+    smb_segment_change_begin(holder->segment, 0);
+    __atomic_store_n(holder->first, 0, __ATOMIC_RELAXED);
+    nanosleep(&(struct timespec){.tv_nsec = 20000000}, NULL);
+    smb_segment_change_end(holder->segment, 0);
+    smb_segment_unlock(holder->segment, 0);
+    return NULL;
+}
+
+/* A sparse read of a mapped segment that has to wait for a chunk's lock goes on where it waited. If
+ * it began the chunk anew each time, others that change the chunk could keep it from its end. */
+static void a_sparse_read_goes_on_where_it_waited(void)
+{
+    enum { BYTES = 1 << 20, COUNT = BYTES / 8 / 2 };
+    static int64_t values[BYTES / 8], sink[COUNT], indices[COUNT];
+    struct rig rig;
+    struct reach reach;
+    for (int i = 0; i < BYTES / 8; i++)
+        values[i] = i + 1;
+    for (int i = 0; i < COUNT; i++)
+        indices[i] = 2 * i;
+    rig_start(&rig, (struct smb_layout){BYTES, BYTES, BYTES, 1}, SMB_INT64);
+    reach_make(&reach, &rig, BY_MAPPING, 14);
+    must(reach.buffer, (struct smb_request){.opcode = SMB_WRITE, .bytes = BYTES, .source = values});
+    struct holder holder = {.segment = reach.segments[0], .first = &sink[0]};
+    CHECK_EQ(pthread_create(&holder.thread, NULL, hold_the_chunk, &holder), 0);
+    CHECK_EQ(reach_try(reach.buffer, (struct smb_request){.opcode = SMB_READ,
+                                                          .bytes = BYTES - 8,
+                                                          .sink = sink,
+                                                          .wire = SMB_WIRE_SPARSE,
+                                                          .indices = indices,
+                                                          .count = COUNT}),
+             SMB_OK);
+    pthread_join(holder.thread, NULL);
+    CHECK_EQ(sink[0], 0);
+    for (int i = 1; i < COUNT; i++)
+        CHECK_EQ(sink[i], values[2 * i]);
+    reach_end(&reach);
+    rig_stop(&rig);
+}
+
 /* Weights whose step was refused because their state moves must not be bound to their server. */
 static void a_refused_step_binds_nothing(void)
 {
@@ -995,6 +1051,7 @@ int main(void)
         TEST(adoption),
         TEST(deletion_under_traffic),
         TEST(counters_are_true),
+        TEST(a_sparse_read_goes_on_where_it_waited),
         TEST(a_refused_step_binds_nothing),
         TEST(contiguous_view),
         TEST(a_view_that_fails_binds_nothing),
