@@ -120,8 +120,8 @@ class Silent(grpc.RpcError):
     def code(self) -> grpc.StatusCode:
         return grpc.StatusCode.DEADLINE_EXCEEDED
 
-    def trailing_metadata(self) -> None:
-        return None
+    def trailing_metadata(self) -> tuple[()]:
+        return ()
 
 
 class OnePeer:
