@@ -84,7 +84,7 @@ def test_other_lists_are_refused(text: str, reason: str) -> None:
 )
 def test_hosts_that_cannot_have_a_memory_server_are_refused(hosts: list[str], reason: str) -> None:
     """One whose directory of credentials is another one's, and one that the others do not find."""
-    check_servers(["a", "coordinator.lab"])
+    check_servers(["a", "server", "coordinator.lab"])
     check_servers(["localhost"])
     with pytest.raises(InvalidArgumentError, match=reason):
         check_servers(hosts)

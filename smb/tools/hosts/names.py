@@ -16,7 +16,7 @@ HOSTS_MAX = 256
 # Of user@host. No host begins with "-", which ssh would take for an option.
 _HOST = re.compile(r"(?:[A-Za-z0-9._][A-Za-z0-9._-]*@)?[A-Za-z0-9][A-Za-z0-9.-]*")
 _SCONTROL_S = 30.0
-_TAKEN = {"ca", *(role.value for role in Role)}  # beside the servers' directories of credentials
+_TAKEN = {"ca", *(role.value for role in Role if role is not Role.SERVER)}  # beside the servers' directories
 
 
 def hosts_of(text: str, environment: Mapping[str, str] = os.environ) -> list[str]:
