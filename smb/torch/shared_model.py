@@ -519,8 +519,8 @@ def _check_alone(name: str, client: smb.Client) -> None:
                 continue
             raise InvalidArgumentError(
                 f"smb.torch.join: this thread trains {name!r} already, and each of the two workers would "
-                f"wait for the other; call close() of the first join's result before (in a notebook use it in a with "
-                f"block)"
+                f"wait for the other; call close() of the first join's result before, or of its client, if that "
+                f"result is lost (in a notebook use it in a with block)"
             )
 
 
