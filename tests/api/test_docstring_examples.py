@@ -19,7 +19,8 @@ import smb.train
 
 PACKAGE = Path(smb.__file__).parent
 FENCE = re.compile(r"```python\n(.*?)```", re.S)
-NEEDS_MORE = ("ray.py",)  # a cluster of Ray: tests/ops/test_ray.py
+# A cluster of Ray (tests/ops/test_ray.py), and engines of vLLM (tests/train/test_vllm_engines.py).
+NEEDS_MORE = ("ray.py", "torch/vllm_clients.py")
 
 
 def examples() -> Iterator[tuple[str, str]]:
