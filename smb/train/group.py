@@ -153,7 +153,8 @@ class Group:
         # slot.
         former = self._former = self._former or self.member
         self.admit(former.slot)
-        for column in (t.CONTRIBUTIONS, t.REFUSED, t.DROPPED, t.STALENESS_MAX, t.SAMPLES, t.BYTES):
+        kept = (t.CONTRIBUTIONS, t.REFUSED, t.DROPPED, t.STALENESS_MAX, t.SAMPLES, t.BYTES, t.JOINED_US)
+        for column in kept:
             self.member.set(column, former.get(column))
         self.member.set(t.STEPS, max(former.get(t.STEPS), self.member.get(t.STEPS)))
         # The former row, or this worker's new row, has these samples already.

@@ -13,7 +13,7 @@ from smb.train import members
 class WorkerStatus:
     """One member of a training.
 
-    - `joined`: seconds since 1970 by the member's own clock.
+    - `joined`: when it joined first, in seconds since 1970 by its own clock. It keeps that when it comes back.
     - `norm`: of its last contribution. `bytes`: sent and received as contributions and models.
     - `alive`: its lease has not ended; the lease of a dead member ends up to its length later.
     - `finished`: it left by itself. A member that is neither alive nor finished was lost.

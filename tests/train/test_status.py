@@ -71,6 +71,8 @@ def test_metrics_of_who_was_late_and_who_was_given_up(connect: Connect) -> None:
     crew.step(2)
     assert total("smb_training_dropped_contributions_total") == 1
     assert total("smb_training_rejoins_total") == 0
+    joined = {each.joined for each in smb.train.status(client, "run").workers}
     crew.workers[2].group.rejoin(lost_steps=0)
     assert total("smb_training_rejoins_total") == 1
+    assert {each.joined for each in smb.train.status(client, "run").workers} == joined
     crew.close()
