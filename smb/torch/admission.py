@@ -63,22 +63,16 @@ class ModelAdmission:
         """Become a member and return its worker. The model is not changed before everything that can fail is done.
         `attach` is called with the worker once the model has the shared values.
         """
-        worker = until_joined(self._client, lambda: self._run(scheme, settings, options, attach))
+
+        def attempt() -> smb.train.Worker:
+            copies = copies_of(self._client, self._name, options.get("replicas")) or 1
+            # The lock is held from before joining until the statistics exist, so that one process makes both buffers.
+            with keeping(self._client.lock(f"{self._name}/{STATE}", ttl=_JOIN_TTL_S, replicas=copies)):
+                return self._run_locked(scheme, settings, dict(options), attach)
+
+        worker = until_joined(self._client, attempt)
         self._mixed.joined()
         return worker
-
-    def _run(
-        self,
-        scheme: str | smb.train.Scheme | None,
-        settings: dict[str, Any],
-        options: dict[str, Any],
-        attach: Callable[[smb.train.Worker], None],
-    ) -> smb.train.Worker:
-        """As `run`, with one attempt."""
-        copies = copies_of(self._client, self._name, options.get("replicas")) or 1
-        # The lock is held from before joining until the statistics exist, so that one process makes both buffers.
-        with keeping(self._client.lock(f"{self._name}/{STATE}", ttl=_JOIN_TTL_S, replicas=copies)):
-            return self._run_locked(scheme, settings, dict(options), attach)
 
     def _run_locked(
         self,

@@ -62,38 +62,25 @@ def join(
     """
     check_placement(f"join of training {name!r}", placement)
     parameters = ArrayParameters(values, f"join of training {name!r}")
-    return until_joined(
-        client, lambda: _joined(client, name, parameters, scheme, guards, lease, fresh=fresh, **placement)
-    )
 
+    def attempt() -> Worker:
+        if fresh:
+            clear(client, name, parameters, scheme, lease, placement.get("replicas"))
+        worker = take_part(client, name, parameters, scheme, guards, lease, **placement)
+        try:
+            if fresh and not worker.made:
+                raise AlreadyExistsError(
+                    f"join of training {name!r} with fresh=True: another process has just made it; leave fresh= out to "
+                    f"train with it, or take another name"
+                )
+            worker.membership.begin()
+            worker.membership.announce()
+        except BaseException:
+            worker.membership.withdraw()
+            raise
+        return worker
 
-def _joined(
-    client: Client,
-    name: str,
-    parameters: Parameters,
-    scheme: Scheme | None,
-    guards: Guards | None,
-    lease: float | None,
-    *,
-    fresh: bool,
-    **placement: Any,
-) -> Worker:
-    """As join, with one attempt."""
-    if fresh:
-        clear(client, name, parameters, scheme, lease, placement.get("replicas"))
-    worker = take_part(client, name, parameters, scheme, guards, lease, **placement)
-    try:
-        if fresh and not worker.made:
-            raise AlreadyExistsError(
-                f"join of training {name!r} with fresh=True: another process has just made it; leave fresh= out to "
-                f"train with it, or take another name"
-            )
-        worker.membership.begin()
-        worker.membership.announce()
-    except BaseException:
-        worker.membership.withdraw()
-        raise
-    return worker
+    return until_joined(client, attempt)
 
 
 def take_part(
