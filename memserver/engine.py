@@ -113,7 +113,7 @@ class ReplicaStatus:
     broken_ms: int
     unconfirmed: int
     queued_bytes: int
-    refused: str  # why the last connection to the backup ended; empty if it did not
+    refused: str  # why the last connection to the backup ended; empty while one works, or if none has ended
 
 
 class CopyStep(Enum):

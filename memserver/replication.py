@@ -35,6 +35,8 @@ REPORTED_MAX = 4096
 COPIES_REPORTED_MAX = 256  # far more than the coordinator has one server make at a time
 
 _NOT_TAKEN = frozenset(map(status_name, (Status.DENIED, Status.UNTRUSTED)))
+# How a backup answers that is reached, and takes no changes of this segment.
+_SEGMENT_REFUSED = frozenset(map(status_name, (Status.STALE_EPOCH, Status.NOT_FOUND, Status.INVALID)))
 
 _log = logging.getLogger("memserver")
 
@@ -254,6 +256,7 @@ class Replication:
                         epoch=part.epoch,
                         for_ms=min(status.broken_ms, told_ms),
                         instance_id=part.instance_id,
+                        refused=status.refused in _SEGMENT_REFUSED and part.data_address not in unreachable,
                     )
                 )
                 if status.role == PRIMARY and lease_out:

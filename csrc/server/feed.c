@@ -94,6 +94,7 @@ void feed_enter_epoch(struct feed *feed, uint32_t epoch)
 {
     feed_disconnect(feed);
     feed->at_odds = false; /* another server has the copy from here on */
+    feed->refused = SMB_OK;
     for (struct forward *forward = feed->first; forward; forward = forward->next)
         stamp(forward, epoch);
 }
@@ -102,6 +103,7 @@ void feed_clear(struct feed *feed)
 {
     feed_disconnect(feed);
     feed->at_odds = false;
+    feed->refused = SMB_OK;
     while (feed->first) {
         struct forward *forward = feed->first;
         feed->first = forward->next;
@@ -127,7 +129,6 @@ void feed_connect(struct feed *feed, struct channel channel, uint64_t bundle, ui
     smb_frame_encode(&begin, feed->greeting + SMB_FRAME_BYTES);
     feed->instance = instance;
     feed->channel = channel;
-    feed->refused = SMB_OK;
 }
 
 void feed_disconnect(struct feed *feed)
@@ -141,6 +142,13 @@ void feed_disconnect(struct feed *feed)
     feed->unsent_done = 0;
     for (struct forward *sent = feed->first; sent && sent->was_sent; sent = sent->next)
         sent->frame[SMB_AT_FLAGS] |= SMB_FLAG_RETRY;
+}
+
+/* The backup takes what is sent. */
+static void work_again(struct feed *feed)
+{
+    feed->broken_ns = 0;
+    feed->refused = SMB_OK;
 }
 
 static void fail(struct feed *feed, int status)
@@ -227,7 +235,7 @@ static int take_answer(struct feed *feed, struct forward **confirmed)
         if (reply.opcode == SMB_HELLO && reply.segment != feed->instance)
             return SMB_NOT_FOUND; /* another run of the server */
         if (++feed->greeting_answered == FEED_GREETING_FRAMES && !feed->at_odds)
-            feed->broken_ns = 0;
+            work_again(feed);
         return SMB_OK;
     }
     struct smb_frame asked;
@@ -237,7 +245,7 @@ static int take_answer(struct feed *feed, struct forward **confirmed)
         reply.sequence != asked.sequence || reply.session != asked.session)
         return SMB_PROTOCOL;
     if (feed->at_odds)
-        feed->broken_ns = 0;
+        work_again(feed);
     feed->at_odds = false;
     *confirmed = feed->first;
     feed->first = feed->first->next;

@@ -53,7 +53,7 @@ struct forward {
 
 struct feed {
     struct channel channel;  /* to the other server, inside TLS if there are credentials */
-    int refused;             /* the status with which the last connection ended: smb/types.h */
+    int refused;             /* how the last connection that ended did so; SMB_OK: one works */
     char why[SMB_WHY_BYTES]; /* TLS's reason for that; empty: none */
     uint64_t instance;
     uint64_t broken_ns; /* since when no connection has worked; 0: the present one works */

@@ -140,7 +140,7 @@ struct smb_replica_status {
     uint32_t broken_ms;
     uint64_t unconfirmed; /* changes that the backup has not confirmed */
     uint64_t queued_bytes;
-    /* primary: the status with which the backup ended the last connection; SMB_OK: it did not */
+    /* primary: the status with which the backup ended the last connection; SMB_OK: one works */
     int refused;
 };
 /* Like smb_server_create_segment, for a copy of a segment with two. Until the copy gets a role,

@@ -59,14 +59,15 @@ class RoleChanges:
             most = self._commit_log.changes_max
             seen = await self.seen_survivors()
             await self.commit_all(Ticked(None if most is None else most // 4, seen))
-        apart = {
-            copy.peer
+        parted = [
+            copy
             for copy in copies
             if copy.role is CopyRole.PRIMARY
             and copy.peer not in dead
             and pairs[copy.segment_id].instance_id in (0, runs.get(copy.peer))  # no report of an earlier run
             and pairs[copy.segment_id].for_ms >= _BROKEN_MAX_MS
-        }
+        ]
+        apart = {copy.peer for copy in parted if not pairs[copy.segment_id].refused}
         if apart:
             self.on_apart(server, apart)
         # Part all segments that the two servers share at once. Otherwise an idle segment would be noticed only at its
@@ -76,6 +77,9 @@ class RoleChanges:
             theirs = await self._confirmed(other, self._primaries(other, server))
             await self._part(other, server, theirs)
             await self.tell_roles(theirs, (other,))
+        # A backup that answers and refuses some segments has the others as before.
+        for other in sorted({copy.peer for copy in parted} - apart):
+            await self._part(server, other, frozenset(copy.segment_id for copy in parted if copy.peer == other))
 
     async def end_if_dead(self, server: ServerRecord) -> bool:
         """Record that this run of a server is dead, if it is. A run of a version that does not name itself counts as

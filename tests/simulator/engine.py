@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from memserver.engine import CopyStep, FoundSegment, ReplicaStatus, SegmentForm
-from smb.engine import segment_file_bytes
+from smb.engine import Status, segment_file_bytes, status_name
 from smb.errors import (
     AlreadyExistsError,
     InvalidArgumentError,
@@ -93,6 +93,7 @@ class _Bundle:
     pipe: Pipe | None = None
     dialled: bool = False
     broken_at: float | None = 0.0
+    refused: str = ""  # the status with which the backup ended the last connection
     copying: _Copying | None = None
     copied: int = 0  # at the backup: the last part of a copy
 
@@ -263,7 +264,7 @@ class Engine:
         else:
             self._stop_forwarding(bundle, OK if role == PRIMARY else STALE)
         bundle.copied, bundle.paired, bundle.yields, bundle.peer = 0, paired, False, peer
-        bundle.hands_over_until = 0.0
+        bundle.hands_over_until, bundle.refused = 0.0, ""
         bundle.epoch, bundle.role = epoch, role
         if copying and role == PRIMARY:
             bundle.copying = _Copying(epoch)
@@ -337,7 +338,7 @@ class Engine:
             ReplicaStatus(
                 number, bundle.number, bundle.epoch, bundle.role, bundle.paired, bundle.dialled,
                 0 if bundle.broken_at is None else 1 + int((now - bundle.broken_at) * 1000),
-                bundle.order - bundle.confirmed, 0, "",
+                bundle.order - bundle.confirmed, 0, bundle.refused,
             )
             for number, memory in self._host.segments.items()
             if (bundle := self._bundle(memory)) is not None
@@ -403,8 +404,12 @@ class Engine:
         bundle = self._fed.get(pipe)
         if bundle is None:
             return
-        if message[0] == "hello":
-            bundle.broken_at = None
+        if message[0] == "refused":
+            bundle.refused = message[1]
+            self._is_broken(pipe)
+            pipe.close(self._process)
+        elif message[0] == "hello":
+            bundle.broken_at, bundle.refused = None, ""
             self.changed.set()
             for order, frame in bundle.queue:
                 pipe.send(self._process, ("frame", bundle.number, bundle.epoch, order, frame))
@@ -419,7 +424,7 @@ class Engine:
         bundle = self._bundles.get(number)
         if bundle is None or bundle.role != BACKUP or bundle.epoch != epoch:
             self._fed.pop(pipe, None)
-            pipe.close(self._process)
+            pipe.send(self._process, ("refused", status_name(Status.STALE_EPOCH)))  # and the primary hangs up
             return
         if message[0] == "hello":
             if message[3] != self.instance_id:

@@ -101,6 +101,7 @@ LEFT_OUT = {
     "regressions/test_credentials_of_the_start.py": "is about the coordinator",
     "regressions/test_elements_of_views.py": "is about views and TCP",
     "regressions/test_interrupts_of_short_calls.py": _ELSEWHERE,
+    "regressions/test_one_refused_segment.py": "is about memory servers among themselves",
     "regressions/test_locks_that_handlers_leave.py": "is about sockets and locks of the client's process",
     "regressions/test_memory_of_workers_that_are_gone.py": _TRAINING,
     "regressions/test_parts_of_a_training.py": _TRAINING,

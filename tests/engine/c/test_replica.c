@@ -338,6 +338,28 @@ static void a_primary_with_more_stays_apart(void)
     stop(&pair);
 }
 
+/* Why the backup refuses the segment stands until a connection works again. */
+static void a_refusal_stands_until_a_connection_works(void)
+{
+    struct pair pair;
+    start(&pair);
+    /* the backup is told of an epoch that its primary does not know yet */
+    CHECK_EQ(give_role(&pair, 1, 2, SMB_REPLICA_BACKUP, true, false), SMB_OK);
+    for (int i = 0; i < 3; i++) {
+        CHECK_EQ(feed(&pair, 1), SMB_OK);
+        CHECK_EQ(status_of(&pair, 0).refused, i ? SMB_STALE_EPOCH : SMB_OK);
+        WAIT_UNTIL(status_of(&pair, 0).refused == SMB_STALE_EPOCH && !status_of(&pair, 0).dialled);
+        CHECK(status_of(&pair, 0).broken_ms > 0);
+    }
+    set_role(&pair, 0, 3, SMB_REPLICA_PRIMARY, false);
+    CHECK_EQ(status_of(&pair, 0).refused, SMB_OK);
+    lose(&pair, 1);
+    make_copy(&pair, 0, 4);
+    WAIT_UNTIL(status_of(&pair, 0).broken_ms == 0);
+    CHECK_EQ(status_of(&pair, 0).refused, SMB_OK);
+    stop(&pair);
+}
+
 /* Records are copied: the new backup knows what a lane did before the copy began, also results and
  * refusals. A copy that is abandoned leaves the primary alone, and the primary answers. */
 static void a_copy_has_the_records(void)
@@ -1296,6 +1318,7 @@ int main(void)
         TEST(changes_wait_while_roles_switch),
         TEST(readers_do_not_hold_up_a_switch),
         TEST(a_primary_with_more_stays_apart),
+        TEST(a_refusal_stands_until_a_connection_works),
         TEST(a_copy_has_the_records),
         TEST(operands_are_forwarded),
         TEST(a_source_is_told_as_a_read_is),
