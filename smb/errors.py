@@ -58,6 +58,8 @@ class UnavailableError(Error, ConnectionError):
 class TimeoutError(Error, builtins.TimeoutError):  # noqa: A001 - the contract's name
     """The call did not finish in time. The message says what is known of the outcome."""
 
+    holder: str = ""  # of a lock that was not acquired: the client that holds it, "host:pid", or "another client"
+
 
 DeadlineError = TimeoutError  # the same class for modules of this package, since its public name hides the builtin one
 

@@ -118,10 +118,12 @@ class Lock:
             reply = self._home.ask_lock(asked, USER_LOCK, words, self._timeout)
             if isinstance(reply, Obstacle):
                 held = f"{reply.client} holds it" if reply.client else "another client holds it, or waited for longer"
-                raise DeadlineError(
+                late = DeadlineError(
                     f"{asked}: not acquired within {self._timeout or 0:g} s: {held}; nothing was done; pass a longer "
                     f"timeout=, or end that client: its lock is free ttl seconds later"
                 )
+                late.holder = reply.client or "another client"
+                raise late
             self._token, self._lost = reply.a, False
             self._expires = time.monotonic() + self._ttl_ms / 1000
             if self._others:  # do this before anything is changed under the lock: servers must refuse lower tokens

@@ -19,7 +19,8 @@ from smb.torch.mixed_statistics import STATE, MixedStatistics
 from smb.torch.model_parameters import ModelParameters, TensorEntry
 from smb.torch.model_tensors import Statistics, mark_of
 from smb.train.attempts import until_joined
-from smb.train.group import clear, copies_of, keeping, view
+from smb.train.group import clear, copies_of, view
+from smb.train.join_locks import keeping
 from smb.train.worker import take_part
 
 TIED = "smb.torch.tied"  # in a buffer's metadata: maps a tied tensor's further names to its name in the table
@@ -67,7 +68,7 @@ class ModelAdmission:
         def attempt() -> smb.train.Worker:
             copies = copies_of(self._client, self._name, options.get("replicas")) or 1
             # The lock is held from before joining until the statistics exist, so that one process makes both buffers.
-            with keeping(self._client.lock(f"{self._name}/{STATE}", ttl=_JOIN_TTL_S, replicas=copies)):
+            with keeping(self._client, f"{self._name}/{STATE}", copies, ttl=_JOIN_TTL_S):
                 return self._run_locked(scheme, settings, dict(options), attach)
 
         worker = until_joined(self._client, attempt)

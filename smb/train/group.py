@@ -46,6 +46,7 @@ from smb.train import member_table as t
 from smb.train import members, optimizers
 from smb.train.exchange.at_once import is_remote
 from smb.train.guards import Guards, Norm, RefusedContributionError, WorkerGuards
+from smb.train.join_locks import giving_back, keeping, setup_lock
 from smb.train.members import Member
 from smb.train.optimizers import OptimizerUsed
 from smb.train.parameters import Parameters
@@ -56,7 +57,6 @@ METADATA = "smb.train"
 LEASE_S = 10.0
 BUILT, ATTEMPT = 1, 2  # flags in the table's word ROUND
 _PLACEMENT = {"servers", "stripe", "wire", "replicas"}
-_SETUP_S = 30.0
 _NAMED = 4  # buffers that a line of the log names at most
 # Bytes of an element.
 WIRE_BYTES = {"exact": 4.0, "bfloat16": 2.0, "float16": 2.0, "int8": 1 + 4 / 256, "int4": 0.5 + 4 / 64}
@@ -248,7 +248,7 @@ class Group:
 
         Raises TimeoutError, and NotFoundError if the group was deleted.
         """
-        with keeping(setup_lock(self.client, self.name, self.weights.info.replicas)):
+        with keeping(self.client, f"{self.name}/setup", self.weights.info.replicas):
             if self.deleted():
                 raise NotFoundError(f"training {self.name!r} was deleted")
             yield
@@ -463,7 +463,7 @@ def enter(
     if scheme is None and copies is None:
         raise _nobody(name)
     with contextlib.ExitStack() as on_failure:
-        with keeping(setup_lock(client, name, copies)) as setup:
+        with keeping(client, f"{name}/setup", copies) as setup:
             group = _opened(client, name)
             if group is None:
                 if scheme is None:
@@ -493,36 +493,6 @@ def enter(
 
 
 @contextlib.contextmanager
-def keeping(lock: Lock) -> Iterator[Lock]:
-    """Hold a lock of joining while the block runs. If the lock was lost, or can't be released, that is only logged.
-
-    The block's work is done by then and counts: slots are kept by the members' own locks, and this lock ends with its
-    lease.
-    """
-    lock.acquire()
-    with _giving_back(lock, "joining"):
-        yield lock
-
-
-@contextlib.contextmanager
-def _giving_back(lock: Lock, doing: str) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        try:
-            lock.release()
-        except Error as error:
-            _log.warning("%s: could not release its lock, which ends with its lease: %s", doing, error)
-
-
-def setup_lock(client: Client, name: str, copies: int | None) -> Lock:
-    """Return the lock under which the training or work units `name` are made, joined and deleted. Acquiring it takes at
-    most 30 s, or the client's timeout if that is longer: workers that join at once do so one after the other.
-    """
-    return client.lock(f"{name}/setup", timeout=max(_SETUP_S, client.timeout), replicas=copies or 1)
-
-
-@contextlib.contextmanager
 def deleting(client: Client, asked: str, name: str) -> Iterator[Callable[[], object]]:
     """Keep other processes from making or joining the training or work units `name` while the block deletes them.
 
@@ -546,7 +516,7 @@ def deleting(client: Client, asked: str, name: str) -> Iterator[Callable[[], obj
             _log.warning("%s: deleting without its lock, because the lock's server is away: %s", asked, error)
             check = _nothing_to_ask
         else:
-            last.enter_context(_giving_back(setup, asked))
+            last.enter_context(giving_back(setup, asked))
         try:
             yield check
         except LockLostError as error:

@@ -25,7 +25,8 @@ from smb.client import Client
 from smb.errors import AlreadyExistsError, DeadlineError, Error, InvalidArgumentError, NotFoundError
 from smb.train import member_table as t
 from smb.train import members
-from smb.train.group import deleting, keeping, setup_lock, wake
+from smb.train.group import deleting, wake
+from smb.train.join_locks import keeping
 from smb.train.members import Member, MembershipLostError
 
 if TYPE_CHECKING:
@@ -103,7 +104,7 @@ class WorkUnits:
         # Under both locks: otherwise a process that deletes these units or the worker's training at this moment could
         # delete a part of the buffers made here, or leave it to the next training of that name.
         under = contextlib.nullcontext() if worker is None else worker.group.setting_up()
-        with under, keeping(setup_lock(client, name, replicas)):
+        with under, keeping(client, f"{name}/setup", replicas):
             try:
                 self._words = client.create(
                     name,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import socket
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,7 +19,7 @@ import smb.train
 from smb.call.sync_requests import Home
 from smb.engine import AskOpcode
 from smb.torch import joining
-from smb.train import group, members
+from smb.train import group, join_locks, members
 from smb.train.members import Member
 from smb.train.membership import Membership
 from tests.conftest import Connect
@@ -191,3 +193,21 @@ def test_a_slot_that_was_half_taken_is_free(
         assert second.status.slot == 1
     assert waits_for_nobody(first)
     del kept
+
+
+@pytest.mark.parametrize("lock", ["run/setup", "run/state"])
+def test_who_waits_to_join_says_for_whom(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, lock: str
+) -> None:
+    """Another process that joins, and stands still, is named in the log and in the error."""
+    monkeypatch.setattr(join_locks, "_SILENT_S", 0.1)
+    monkeypatch.setattr(join_locks, "_SETUP_S", 0.3)
+    name = f"{socket.gethostname()}:{os.getpid()}"
+    with connect().lock(lock):
+        with pytest.raises(smb.TimeoutError, match=f"{name} holds it"):
+            join_torch(connect(timeout=0.3))
+        (record,) = (each for each in caplog.records if "joins or makes the same training" in each.message)
+        assert f"lock {lock!r}" in record.message
+        assert name in record.message
+    with join_torch(connect()) as shared:
+        assert shared.worker.members == 1

@@ -16,7 +16,7 @@ import smb
 import smb.train
 from smb.call.sync_requests import Home
 from smb.lock import Lock
-from smb.train import DiLoCo, LocalSGD, WorkUnits, delete_units, group, members, saved
+from smb.train import DiLoCo, LocalSGD, WorkUnits, delete_units, group, join_locks, members, saved
 from smb.train.exchange.rounds import RoundScheme
 from smb.train.parameters import ArrayParameters
 from tests.conftest import Connect
@@ -131,7 +131,7 @@ def test_a_deletion_that_can_not_have_the_lock(connect: Connect, monkeypatch: py
         WorkUnits(client, "run", 10, 1, epochs=1).close()
     delete = smb.train.delete if what == "training" else delete_units
     before = names(client)
-    monkeypatch.setattr(group, "_SETUP_S", 0.1)
+    monkeypatch.setattr(join_locks, "_SETUP_S", 0.1)
     with other.lock("run/setup"):
         with pytest.raises(smb.TimeoutError, match=f"nothing was deleted, .*: {re.escape(other.name)} holds it"):
             delete(client, "run")
