@@ -65,9 +65,13 @@ class BatchUnits:
 class Batches:
     """One process's batches: an iterator. Its length is the number of batches that all processes together had left when
     it was made, so a progress bar of one of several processes ends early.
+
+    - `epoch`: of the batch in hand, counted from 0 over the life of the training. Before the first batch it is 0.
     """
 
-    def __init__(self, batches: Iterator[torch.Tensor], left: int) -> None:
+    def __init__(self, batches: Iterator[tuple[int, torch.Tensor]], left: int) -> None:
+        """`batches` yields each batch with its epoch."""
+        self.epoch = 0
         self._batches = batches
         self._left = left
 
@@ -75,7 +79,8 @@ class Batches:
         return self
 
     def __next__(self) -> torch.Tensor:
-        return next(self._batches)
+        self.epoch, batch = next(self._batches)
+        return batch
 
     def __len__(self) -> int:
         return self._left
@@ -84,7 +89,7 @@ class Batches:
 def shuffled_batches(
     take: Callable[[], smb.train.Unit | None], name: str, rows: int, seed: int, epochs: int | None
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield each batch's number of rows and its row numbers, until `take` returns None.
+    """Yield each batch's epoch and its row numbers, until `take` returns None.
 
     Rows are shuffled by the seed and the epoch, alike in all processes.
     """
@@ -94,7 +99,7 @@ def shuffled_batches(
             shuffled = unit.epoch
             order = torch.from_numpy(np.random.default_rng([seed, shuffled]).permutation(rows))
         taken += 1
-        yield unit.count, order[unit.start : unit.start + unit.count]
+        yield unit.epoch, order[unit.start : unit.start + unit.count]
     if not taken and epochs is not None:
         _log.warning(
             "training %r: all batches of all %d epochs are done; epochs= counts from the training's first run. Ask for "

@@ -333,7 +333,8 @@ class MeshShared(Shared):
             if self._ranks.speaks:
                 units = self._units.open(self.worker, rows, size, epochs, seed)
         left = self._ranks.tell(self._units.left if self._ranks.speaks else None)
-        return Batches((_part_of(batch, share, shares) for batch in self._batches(units, rows, seed, epochs)), left)
+        batches = self._batches(units, rows, seed, epochs)
+        return Batches(((epoch, _part_of(batch, share, shares)) for epoch, batch in batches), left)
 
     def _share(self, dims: str | Sequence[str] | None) -> tuple[int, int]:
         """Return this rank's share of a batch, and the number of shares."""

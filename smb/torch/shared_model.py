@@ -240,7 +240,7 @@ class Shared:
         the training is in at the first call, and the next one at each further call. After an iteration that was left,
         as by `break`, the next call yields the rest of its epoch, with the batch that was in hand.
 
-        len() is the number of batches that all processes together have left.
+        len() is the number of batches that all processes together have left, and `epoch` that of the batch in hand.
 
         Index tensors with a batch, or pass the iterator to a torch.utils.data.DataLoader as batch_sampler; with
         num_workers, batches that were fetched ahead count, too. Sets `samples` to the number of rows in each batch.
@@ -263,10 +263,10 @@ class Shared:
 
     def _batches(
         self, units: smb.train.WorkUnits | None, rows: int, seed: int, epochs: int | None
-    ) -> Iterator[torch.Tensor]:
-        for count, batch in shuffled_batches(lambda: self._taken(units), self._name, rows, seed, epochs):
-            self.samples = count
-            yield batch
+    ) -> Iterator[tuple[int, torch.Tensor]]:
+        for epoch, batch in shuffled_batches(lambda: self._taken(units), self._name, rows, seed, epochs):
+            self.samples = len(batch)
+            yield epoch, batch
 
     def _taken(self, units: smb.train.WorkUnits | None) -> smb.train.Unit | None:
         assert units is not None

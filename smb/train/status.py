@@ -8,7 +8,9 @@ import numpy as np
 
 from smb.buffer_info import BufferInfo
 from smb.client import Client
+from smb.config.parse import format_bytes
 from smb.errors import Error
+from smb.html_tables import described, listed
 from smb.train import group as groups
 from smb.train import member_table as t
 from smb.train import members
@@ -45,6 +47,27 @@ class GroupStatus:
     done: bool
     wire: str
     gone_bytes: int
+
+    def _repr_html_(self) -> str:
+        about = {
+            "values": f"{self.size:,}",
+            "scheme": ", ".join([self.scheme, *(f"{key}={value}" for key, value in self.settings.items())]),
+            "round": self.round,
+            "samples": f"{self.samples:,}",
+            "epochs": "" if self.epochs is None else self.epochs,
+        }
+        workers = [
+            {
+                "worker": f"{worker.host}:{worker.pid}",
+                "state": "trains" if worker.alive else "finished" if worker.finished else "lost",
+                "contributions": worker.contributions,
+                "staleness": worker.staleness,
+                "samples": f"{worker.samples:,}",
+                "sent and received": format_bytes(worker.bytes),
+            }
+            for worker in self.workers
+        ]
+        return described(f"training {self.name}", about) + listed(workers, "no workers")
 
 
 def _taken(rows: t.Rows) -> list[int]:

@@ -174,18 +174,21 @@ def test_each_call_is_one_epoch(connect: Connect) -> None:
     """Without epochs= a loop over epochs is written as for a DataLoader; a late joiner begins where others are."""
     model = network()
     with smb.torch.join(model, sgd(model), "run", scheme=Adding(), client=connect()) as shared:
-        for _ in range(2):
+        for epoch in range(2):
             batches = shared.batches(100, 8)
             assert len(batches) == 13
             assert sorted(torch.cat(list(batches)).tolist()) == list(range(100))
+            assert batches.epoch == epoch
         third = shared.batches(100, 8)
         rows = next(third).tolist()
         assert len(rows) == 8
+        assert third.epoch == 2
         other = network()
         with smb.torch.join(other, sgd(other), "run", client=connect()) as later:
             rest = later.batches(100, 8)
             assert 12 <= len(rest) <= 13  # what is left for both; a batch in hand may count
             assert len(next(rest)) == 8  # handed back when it leaves
+            assert rest.epoch == 2
         for batch in third:
             rows += batch.tolist()
         assert sorted(rows) == list(range(100))

@@ -32,6 +32,9 @@ def test_metrics(connect: Connect) -> None:
     with pytest.raises(smb.train.RefusedContributionError):
         crew.workers[1].step()
     host = smb.train.status(client, "run").workers[0].host
+    table = smb.train.status(client, "run")._repr_html_()
+    for shown in ("training run", "asyncdiloco, ", "outer_lr=0.07", f"<td>{host}:", "<td>trains</td>", "<td>16</td>"):
+        assert shown in table
 
     def of(name: str, worker: int) -> float | None:
         return registry.get_sample_value(name, {"group": "run", "worker": str(worker), "host": host})

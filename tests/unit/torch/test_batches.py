@@ -21,11 +21,11 @@ def test_units_become_shuffled_rows() -> None:
         return list(shuffled_batches(lambda: next(left, None), "run", 10, seed, 2))
 
     found = batches(7)
-    assert [count for count, _ in found] == [4, 4, 2] * 2
-    epochs = [torch.cat([rows for _, rows in found[at : at + 3]]) for at in (0, 3)]
-    for epoch, rows in enumerate(epochs):
+    assert [(epoch, len(rows)) for epoch, rows in found] == [(0, 4), (0, 4), (0, 2), (1, 4), (1, 4), (1, 2)]
+    orders = [torch.cat([rows for _, rows in found[at : at + 3]]) for at in (0, 3)]
+    for epoch, rows in enumerate(orders):
         assert np.array_equal(rows.numpy(), np.random.default_rng([7, epoch]).permutation(10))
-    assert not torch.equal(*epochs)
+    assert not torch.equal(*orders)
     assert not all(torch.equal(one, other) for (_, one), (_, other) in zip(found, batches(8), strict=True))
 
 
