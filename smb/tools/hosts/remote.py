@@ -22,7 +22,7 @@ from smb.tools.hosts.there import HEARTBEAT_S, SPEC_BYTES_MAX
 
 START_S = 60.0  # ssh, Python, the imports of a daemon
 _STOP_S = 25.0  # longer than a daemon or program has for its own end
-_LINE_MAX = 4096
+_LINE_MAX = 1 << 16
 _LINES_KEPT = 20
 # Asks for no password; notices a dead network after 15 s.
 _OPTIONS = ("BatchMode=yes", "ConnectTimeout=10", "ServerAliveInterval=5", "ServerAliveCountMax=3")
