@@ -150,6 +150,17 @@ class State:
         """Whether each server that may live has reported in this term what it holds."""
         return all(self.heard(name, now) or not self.alive(name, now) for name in self.servers)
 
+    def knows_all_memory(self, now: Instant) -> bool:
+        """Whether no server is left that may hold memory of which nothing is known: each that may live was heard of,
+        and those that are not in the records had the term's first lease to register.
+        """
+        return now.monotonic >= self.began + self.first_lease_s and self.every_server_was_heard(now)
+
+    @property
+    def was_restored(self) -> bool:
+        """Whether some server was told of changes that these records lack, because they are from a backup."""
+        return any(self.other_terms.values())
+
     def lost_segments(self, now: Instant) -> frozenset[int]:
         """Return the segments whose only copy is lost: their server came back without it, and no other server has it.
         Empty until every server was heard of."""

@@ -78,7 +78,7 @@ def buffer_wanted(state: State, event: BufferWanted, now: Instant) -> Step:
         beside = state.buffers[creation.like] if creation.like else None
         backups: tuple[str, ...] = ()
         if creation.joins and beside is not None:
-            placement, backups = _placed_together(state, beside, pool, waits=event.waits)
+            placement, backups = _placed_together(state, beside, pool, now, waits=event.waits)
         else:
             placement = _placement(state, creation, pool)
         # If only one server is alive, a lock is made with one copy and gets the other one later. Otherwise no client
@@ -132,11 +132,18 @@ def _joining(state: State, creation: Creation) -> Creation:
     return replace(creation, replicas=like.replicas, joins=like.replicas > 1)
 
 
-def _placed_together(state: State, like: BufferRecord, pool: Pool, *, waits: bool) -> tuple[Placement, tuple[str, ...]]:
+def _placed_together(
+    state: State, like: BufferRecord, pool: Pool, now: Instant, *, waits: bool
+) -> tuple[Placement, tuple[str, ...]]:
     """Place a buffer that joins the bundle of `like`. Raises NotNowError while `like` is moving, and NotFoundError if
     memory of the bundle is lost: no member gets a second copy until the lost one is deleted.
     """
     asked = f'to move together with "{like.name}"'
+    # Else the bundle might be taken up from a server whose copy is newer than the records, and with it the new buffer,
+    # away from its memory.
+    if not state.every_server_was_heard(now) or (state.was_restored and not state.knows_all_memory(now)):
+        raise NotNowError(f"{asked} it waits for memory servers that were not heard of yet; try again then")
+    _check_records_are_right(state, like, asked)
     if any(segment.copying_to for segment in like.segments):
         raise NotNowError(
             f'{asked} it waits for the copy of "{like.name}" that is being made; try again once that is there'
@@ -174,6 +181,19 @@ def _placed_together(state: State, like: BufferRecord, pool: Pool, *, waits: boo
     return place_together(pool, like)
 
 
+def _check_records_are_right(state: State, record: BufferRecord, asked: str) -> None:
+    """Raise NotNowError if a server has newer memory of this buffer, or of what moves with it, than the records say."""
+    contested = state.contested()
+    if not contested:
+        return
+    bundles = Bundles(state.buffers.values())
+    members = {each.id for segment in record.segments for _, each in bundles.members(record, segment)}
+    if members & contested:
+        raise NotNowError(
+            f"{asked} it waits until the records, which are older than its memory, follow that; try again then"
+        )
+
+
 def _joined(record: BufferRecord, like: BufferRecord) -> tuple[BufferRecord, BufferRecord]:
     """Return the record with the bundles and epochs of `like`, and `like` with its bundles set."""
     first = replace(like, segments=tuple(replace(other, group=bundle_of(other)) for other in like.segments))
@@ -195,6 +215,7 @@ def buffer_made(state: State, event: BufferMade, _: Instant) -> Step:
     """All segments of a pending buffer were made."""
     record = replace(state.buffers[event.key], ready=True)
     _check_roles(record, event)
+    _check_records_are_right(state, record, f"{record.title}:")
     for name, instance_id in event.instances.items():
         if name not in state.servers or state.servers[name].instance_id != instance_id:
             raise NotNowError(f'{record.title}: memory server "{name}" was restarted meanwhile; try again')

@@ -41,7 +41,7 @@ def unexplained_judged(state: State, event: UnexplainedJudged, now: Instant) -> 
     if ended or not any(state.unexplained.values()):
         return state, ended
     effects: list[Effect] = []
-    if now.monotonic >= state.began + state.first_lease_s and state.every_server_was_heard(now):
+    if state.knows_all_memory(now):
         state, taken_up = _take_up(state, event.changes_max, now)
         effects += taken_up
     where = state.where()

@@ -28,6 +28,7 @@ from smb.coordinator.events import (
 from smb.coordinator.lineage import TERMS_MAX, Lineage, Stamp
 from smb.coordinator.records import Held, SegmentRecord
 from smb.coordinator.state import SERVER_LEASE_S, State, load
+from smb.coordinator.steps.creation import NotNowError
 from smb.coordinator.wanted_copies import wishes
 from smb.drop_reasons import Ground
 from tests.support.decisions import Cluster, registration, returned, server
@@ -368,8 +369,8 @@ def test_a_displaced_copy_is_kept(cluster: Cluster) -> None:
 
 
 def test_a_pair_that_lacks_what_moves_with_it_does_not_go_on(cluster: Cluster) -> None:
-    """After a restore, and before a newer pair was taken up, a buffer was made that moves together with it. The pair's
-    backup has nothing of it, and was taken for a copy of it.
+    """After a restore, and before a newer pair was taken up, an older version made a buffer that moves together with
+    it. The pair's backup has nothing of it, and was taken for a copy of it.
     """
     older, number = cluster.state, segment(cluster).id
     moved_to_c(cluster)  # on a and c, in epoch 4
@@ -378,7 +379,10 @@ def test_a_pair_that_lacks_what_moves_with_it_does_not_go_on(cluster: Cluster) -
     back(cluster, "a", frozenset({number}), as_held=Held(4, primary=True), stamps=told)
     back(cluster, "b", frozenset({number}), as_held=Held(1, backup=True))
     back(cluster, "c", frozenset({number}), as_held=Held(4, backup=True), stamps=told)
+    beside, terms = cluster.state.unexplained, cluster.state.other_terms
+    cluster.state = replace(cluster.state, unexplained={}, other_terms={})
     cluster.create("m", like="w", joins=True, replicas=0)
+    cluster.state = replace(cluster.state, unexplained=beside, other_terms=terms)
     saved = judge(cluster)
     assert {each.record.name for each in saved if isinstance(each, SaveBuffer)} == {"w", "m"}
     for name in ("w", "m"):
@@ -387,6 +391,34 @@ def test_a_pair_that_lacks_what_moves_with_it_does_not_go_on(cluster: Cluster) -
             "",
             5,
         )
+
+
+def test_nothing_joins_what_the_records_have_in_an_old_place(cluster: Cluster) -> None:
+    """After a restore a buffer that moves together with another one is made where that one's memory is: not by the
+    restored records, which place it elsewhere. Its acknowledged changes were hidden as the newer memory was taken up.
+    """
+    older, number = cluster.state, segment(cluster).id
+    moved_to_c(cluster)  # on a and c, in epoch 4
+    told = (cluster.state.lineage.stamp,)
+    cluster = again(cluster, older)
+    back(cluster, "b", frozenset({number}), as_held=Held(1, backup=True))
+
+    def join() -> None:
+        cluster.want("m", like="w", joins=True, replicas=0)
+
+    with pytest.raises(NotNowError, match="waits for memory servers that were not heard of yet"):
+        join()
+    back(cluster, "a", run=2)  # its memory is lost
+    back(cluster, "c", frozenset({number}), as_held=Held(4, backup=True), stamps=told)
+    with pytest.raises(NotNowError, match="not heard of yet"):  # others, which the records do not know, may come
+        join()
+    cluster.state = replace(cluster.state, began=-math.inf)
+    with pytest.raises(NotNowError, match='"w" it waits until the records, which are older than its memory, follow'):
+        join()
+    judge(cluster)
+    assert segment(cluster).server == "c"
+    join()
+    assert segment(cluster, "m").server == "c"
 
 
 def test_a_pair_goes_on_without_a_member_that_neither_holds(cluster: Cluster) -> None:
