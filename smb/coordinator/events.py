@@ -74,7 +74,9 @@ class ServerRegistered:
     missing: frozenset[int] = frozenset()
     stamps: tuple[Stamp, ...] = ()
     making: frozenset[int] = frozenset()  # segments that it is being asked to make, for copies that have not begun
-    silent: frozenset[str] = frozenset()  # servers that did not answer just now, so that their copies do not count
+    unproven: frozenset[tuple[str, int]] = (
+        frozenset()
+    )  # (server, segment): its server does not confirm now that it is whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +129,7 @@ class UnexplainedJudged:
 
     making: frozenset[tuple[str, int]] = frozenset()
     changes_max: int | None = None
-    silent: frozenset[str] = frozenset()  # as in ServerRegistered
+    unproven: frozenset[tuple[str, int]] = frozenset()  # as in ServerRegistered
 
 
 @dataclass(frozen=True, slots=True)

@@ -204,10 +204,10 @@ async def _judge(commit_log: CommitLog, roles: RoleChanges, copy_maker: CopyMake
         if not any(unexplained) and not commit_log.state.interrupted:
             continue
         try:
-            silent = await roles.look_at_holders({number for held in unexplained for number in held})
+            unproven = await roles.unproven_copies({number for held in unexplained for number in held})
             await roles.mark_contested()
             making = copy_maker.making_anywhere()
-            committed = await commit_log.commit(UnexplainedJudged(making, commit_log.changes_max, silent))
+            committed = await commit_log.commit(UnexplainedJudged(making, commit_log.changes_max, unproven))
             await roles.end_quarantine(committed)
             await segments.drop(committed)
         except (StoreError, DeposedError):

@@ -19,7 +19,7 @@ from smb.coordinator.events import (
     ServerReturned,
     Ticked,
 )
-from smb.coordinator.memserver_client import PROBE_S, MemoryServers, RunLiveness
+from smb.coordinator.memserver_client import PROBE_S, Look, MemoryServers, RunLiveness
 from smb.coordinator.messages import replica_messages
 from smb.coordinator.records import ServerRecord
 from smb.coordinator.replicas import CopyRole
@@ -88,17 +88,21 @@ class RoleChanges:
         return await self.look(server) is RunLiveness.DEAD
 
     async def look(self, server: ServerRecord) -> RunLiveness:
-        """Look at this run of a server now. If it is dead, its lease has ended before this method returns.
+        """Look at this run of a server now. If it is dead, its lease has ended before this method returns."""
+        return (await self._looked(server, ())).run
+
+    async def _looked(self, server: ServerRecord, segment_ids: Collection[int]) -> Look:
+        """As look, with what it answers of these segments.
 
         A run that this coordinator cannot reach counts as alive if it renews while this method looks. An earlier
         renewal shows nothing: the run may have died since.
         """
         asked_at = self._commit_log.now().monotonic
-        run = (await self._servers.look(server)).run
-        if run is RunLiveness.DEAD:
+        look = await self._servers.look(server, segment_ids)
+        if look.run is RunLiveness.DEAD:
             await self._commit_log.commit(ServerDied(server.name, server.instance_id))
-        if run is not RunLiveness.MUTE:
-            return run
+        if look.run is not RunLiveness.MUTE:
+            return look
         await asyncio.sleep(asked_at + PROBE_S - self._commit_log.now().monotonic)  # a refused network fails at once
         state = self._commit_log.state
         known = state.servers.get(server.name)
@@ -106,7 +110,7 @@ class RoleChanges:
         leases = state.server_leases
         renewed = same and leases.ends.get(server.name, 0.0) > asked_at + leases.duration_s
         renewed = renewed and server.name not in state.overdue  # whose lease was prolonged without a renewal
-        return RunLiveness.ALIVE if renewed else RunLiveness.MUTE
+        return Look(RunLiveness.ALIVE) if renewed else look
 
     async def seen_survivors(self) -> frozenset[str]:
         """Look at the servers that are to go on alone because the other copies' servers are gone. Return those that
@@ -123,22 +127,28 @@ class RoleChanges:
         """Whether what was seen at that moment is too old: this process stood still meanwhile."""
         return self._commit_log.now().monotonic - looked_at.monotonic > LOOK_COUNTS_S
 
-    async def look_at_holders(self, segment_ids: Collection[int]) -> frozenset[str]:
+    async def unproven_copies(self, segment_ids: Collection[int]) -> frozenset[tuple[str, int]]:
         """Look at the servers of these segments' copies in the records, before others are told to drop theirs. Return
-        the servers that do not answer. A lease that has run out may run anew, so its server counts as one of them.
+        (server, segment) for each copy of which its server does not say now that it is whole.
+
+        A server that a primary copied to may not know yet that it has everything: it would come back with half a copy.
+        A lease that has run out may run anew, so its server's copies are among those returned.
         """
         state, now = self._commit_log.state, self._commit_log.now()
         where = state.where() if segment_ids else {}
-        named = {
-            name for each in segment_ids if each in where for name in (where[each][1].server, where[each][1].backup)
-        }
-        named.discard("")
-        alive = [state.servers[name] for name in sorted(named) if name in state.servers and state.alive(name, now)]
-        runs = await asyncio.gather(*map(self.look, alive))
-        if self.counts_no_more(now):
-            return frozenset(named)
-        seen = {server.name for server, run in zip(alive, runs, strict=True) if run is not RunLiveness.MUTE}
-        return frozenset(named - seen)
+        named: dict[str, set[int]] = {}
+        for number in segment_ids:
+            if number in where:
+                for name in {where[number][1].server, where[number][1].backup} - {""}:
+                    named.setdefault(name, set()).add(number)
+        alive = [name for name in sorted(named) if name in state.servers and state.alive(name, now)]
+        looks = await asyncio.gather(*(self._looked(state.servers[name], sorted(named[name])) for name in alive))
+        unproven = {(name, number) for name, numbers in named.items() for number in numbers}
+        if not self.counts_no_more(now):
+            for name, look in zip(alive, looks, strict=True):
+                whole = {number for number, held in look.held.items() if held.whole}
+                unproven -= {(name, number) for number in (named[name] if look.run is RunLiveness.UNNAMED else whole)}
+        return frozenset(unproven)
 
     async def mark_contested(self) -> None:
         """If some server has a newer copy of a segment than the records know, have all its holders mark it as

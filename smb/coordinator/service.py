@@ -260,7 +260,7 @@ class CoordinatorService(CoordinatorServicer):
         await self._end_rival(event)
         looked_at = self._commit_log.now()
         seen = await self._look_at_others(event)
-        event = replace(event, silent=await self._silent_holders(event))
+        event = replace(event, unproven=await self._unproven_copies(event))
         for left in reversed(range(_ASKS_MAX)):
             try:
                 asked = await self._asked_back(event)
@@ -374,12 +374,16 @@ class CoordinatorService(CoordinatorServicer):
                 )
         return frozenset(peers)
 
-    async def _silent_holders(self, event: ServerRegistered) -> frozenset[str]:
-        """Return the servers with copies of what this one holds beside the records, of those that do not answer."""
-        name = event.server.name
-        records = self._commit_log.state.buffers.at(name)
-        here = {copy.id for record in records for copy in record.copies if copy.server == name}
-        return await self._roles.look_at_holders(event.held.keys() - here)
+    async def _unproven_copies(self, event: ServerRegistered) -> frozenset[tuple[str, int]]:
+        """Return the other copies of what this server may be told to drop that their servers do not confirm now: of
+        what it holds beside the records, and after a restart of all, since others go on alone.
+        """
+        name, state = event.server.name, self._commit_log.state
+        here = {copy.id for record in state.buffers.at(name) for copy in record.copies if copy.server == name}
+        known = state.servers.get(name)
+        stays = here if known is not None and known.instance_id == event.server.instance_id else ()
+        found = await self._roles.unproven_copies(event.held.keys() - stays)
+        return frozenset(each for each in found if each[0] != name)
 
     async def RenewServer(self, request: pb.RenewServerRequest, context: Context) -> pb.RenewServerReply:
         failpoint("coordinator.renew.asked")

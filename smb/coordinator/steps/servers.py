@@ -114,7 +114,7 @@ def _judged(
     name = event.server.name
 
     def confirmed(other: str, number: int) -> bool:
-        return other not in event.silent and state.confirmed(other, number, now)
+        return (other, number) not in event.unproven and state.confirmed(other, number, now)
 
     covered = bool(event.stamps) and all(map(state.lineage.covers, event.stamps))
     grounds: dict[int, Ground] = {}

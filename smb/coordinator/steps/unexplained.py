@@ -48,7 +48,7 @@ def unexplained_judged(state: State, event: UnexplainedJudged, now: Instant) -> 
     judged = state
 
     def confirmed(other: str, number: int) -> bool:
-        return other not in event.silent and judged.confirmed(other, number, now)
+        return (other, number) not in event.unproven and judged.confirmed(other, number, now)
 
     for server, held in state.unexplained.items():
         if not state.heard(server, now):

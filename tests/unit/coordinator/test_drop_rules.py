@@ -323,10 +323,10 @@ def test_what_did_not_answer_just_now_confirms_nothing(cluster: Cluster) -> None
     for name in ("a", "c"):
         back(cluster, name, frozenset({number}))
     event = registration(cluster.state, server("b"), frozenset({number}), as_held=Held(1))
-    cluster.do(replace(event, silent=frozenset({"a", "c"})))
+    unproven = frozenset({("a", number), ("c", number)})
+    cluster.do(replace(event, unproven=unproven))
     assert not cluster.only(AnswerDrops).segment_ids
-    silent = UnexplainedJudged(silent=frozenset({"a", "c"}))
-    assert not [each for each in cluster.do(silent) if isinstance(each, DropSegments)]
+    assert not [each for each in cluster.do(UnexplainedJudged(unproven=unproven)) if isinstance(each, DropSegments)]
     (drop,) = judge(cluster)
     assert isinstance(drop, DropSegments)
 

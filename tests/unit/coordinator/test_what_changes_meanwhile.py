@@ -79,6 +79,7 @@ class Servers:
     probed: list[int] = field(default_factory=list)
     living: int = 2  # runs from this one on are alive
     mute: frozenset[int] = frozenset()  # runs of which nobody can tell
+    half: frozenset[str] = frozenset()  # servers whose copies are not known to them to be whole
 
     async def create(self, at: ServerRecord, _: object, segment: SegmentRecord, *__: object) -> int:
         if at.name in self.waits:
@@ -93,7 +94,7 @@ class Servers:
     async def look(self, at: ServerRecord, segment_ids: Collection[int] = ()) -> Look:
         self.probed.append(at.instance_id)
         await asyncio.sleep(0)
-        held = {each: Held(1) for each in self.holds[at.name] & frozenset(segment_ids)}
+        held = {each: Held(1, whole=at.name not in self.half) for each in self.holds[at.name] & frozenset(segment_ids)}
         if at.instance_id in self.mute:
             return Look(RunLiveness.MUTE)
         return Look(RunLiveness.DEAD if at.instance_id < self.living else RunLiveness.ALIVE, held)
@@ -372,6 +373,39 @@ def test_a_primary_is_back_while_its_backup_is_silent(tmp_path: Path, monkeypatc
             await log.commit(renewal)
             await registers
             assert [segment.server for segment in log.state.buffers["w"].segments] == ["b"]
+
+    asyncio.run(work())
+
+
+def test_a_copy_stays_until_the_other_one_is_known_to_be_whole(tmp_path: Path) -> None:
+    """A primary had reported its backup's copy as whole, and was restarted before the backup had heard of that. Its own
+    copy was dropped at once; killed at that moment, the backup would have come back with half a copy.
+    """
+
+    async def work() -> None:
+        async with beside(tmp_path) as log:
+            servers = Servers(living=1, half=frozenset({"b"}))
+            await register(log, "a", "b")
+            maker, service = SegmentMaker(log, cast(Any, servers)), service_of(log, servers)
+            record = await maker.create(Creation("w", (8,), "float32", replicas=2, server_names=("a",)), 1.0)
+            (number,) = (segment.id for segment in record.segments)
+            await log.commit(ServerDied("a", 1))
+            stamp = log.state.lineage.stamp
+            request = pb.RegisterServerRequest(
+                name="a", instance_id=3, data_address="h:1", control_address="h:2", capacity_bytes=LARGE,
+                segment_ids=[number], segment_epochs=[1], segment_flags=[1],
+                stamps=[pb.StoreStamp(cluster=stamp.cluster, term=stamp.term, sequence=stamp.sequence)],
+            )  # fmt: skip
+            reply = await service.RegisterServer(request, cast(Any, None))
+            assert [segment.server for segment in log.state.buffers["w"].segments] == ["b"]
+            assert not reply.drop_segment_ids
+            unproven = await service._roles.unproven_copies({number})
+            assert unproven == {("b", number)}
+            assert not (await log.commit(UnexplainedJudged(unproven=unproven))).effects
+            servers.half = frozenset()
+            unproven = await service._roles.unproven_copies({number})
+            (drop,) = (await log.commit(UnexplainedJudged(unproven=unproven))).effects
+            assert (drop.segments[0].id, drop.segments[0].server) == (number, "a")
 
     asyncio.run(work())
 
