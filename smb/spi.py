@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from smb.call.sync_requests import LOST
 from smb.engine import SOURCES_MAX, crc32c, memory_of
+from smb.rpc.control_pb2 import TrainingReport
 from smb.rpc.metadata import encode
 from smb.transport.reconnect import connections_for
 
@@ -21,9 +22,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LOST",  # in an error about lost memory: files do not try again then
-    "SOURCES_MAX",  # the number of buffers that one call sums: for the plan's model
+    "SOURCES_MAX",  # the number of buffers that one call sums: for the plan's model, and for the closing of a round
     "Buffer",
     "Client",
+    "TrainingReport",  # of a worker, for the page: renewals of the session carry it
     "connections_for",  # by round trip: for the plan's model
     "crc32c",  # for a snapshot's blocks
     "encode",  # a buffer's metadata, in its final size: for files

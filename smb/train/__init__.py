@@ -1,4 +1,5 @@
-"""Training through the box: schemes by which workers that come and go share one model.
+"""The room of trainings: schemes by which workers that come and go share one model, through the box. It uses what
+users import, and smb.spi.
 
 ```python
 worker = smb.train.join(client, "run", values, smb.train.LocalSGD(every=50))

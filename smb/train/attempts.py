@@ -13,7 +13,6 @@ from smb.config.backoff import Backoff
 from smb.errors import UnavailableError
 from smb.spi import session_of
 from smb.train.members import NoSlotError
-from smb.transport.base import Deadline
 
 _FIRST_S, _MOST_S = 0.1, 2.0
 
@@ -25,8 +24,8 @@ def until_joined(client: Client, join: Callable[[], Made]) -> Made:
     """Return the result of `join`. Repeats it after UnavailableError and NoSlotError, which leave nothing behind, for
     up to the client's timeout. Blocks so long, and as long as a call of `join`.
     """
-    deadline = Deadline(client.timeout)
-    backoff, told = Backoff(_FIRST_S, _MOST_S, deadline.left), False
+    end, told = time.monotonic() + client.timeout, False
+    backoff = Backoff(_FIRST_S, _MOST_S, lambda: end - time.monotonic())
     while True:
         try:
             return join()
@@ -35,7 +34,7 @@ def until_joined(client: Client, join: Callable[[], Made]) -> Made:
             if backoff.over():
                 raise
             if not told:
-                _log.warning("%s; trying again for up to %.0f s", error, deadline.left())
+                _log.warning("%s; trying again for up to %.0f s", error, max(0.0, end - time.monotonic()))
             told = True
         cancellation.check()  # a member that nobody knows of would hold up the others
         time.sleep(backoff.next_s())

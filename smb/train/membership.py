@@ -12,8 +12,7 @@ import numpy as np
 from smb.config.at_exit import AtExit, at_exit
 from smb.config.log import TRAINING
 from smb.errors import Error, InvalidArgumentError, NotFoundError
-from smb.rpc import control_pb2 as pb
-from smb.spi import session_of
+from smb.spi import TrainingReport, session_of
 from smb.train import member_table as t
 from smb.train.group import Group
 from smb.train.parameters import Parameters, Values
@@ -167,11 +166,11 @@ class Membership:
         except Error as error:
             _log.warning("training %r: left it, but a part of leaving failed: %s", self._group.name, error)
 
-    def _report(self) -> pb.TrainingReport:
+    def _report(self) -> TrainingReport:
         """Return this worker's report for the coordinator. Makes no call. Any thread may call it."""
         member, spent = self._group.member, self._group.time_spent
         waiting_s = spent.waiting.seconds
-        return pb.TrainingReport(
+        return TrainingReport(
             name=self._group.name,
             slot=member.slot,
             clock=member.clock,

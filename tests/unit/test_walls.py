@@ -15,7 +15,7 @@ CIRCLES_MAX, CIRCLES_OF_TYPES_MAX = 0, 5
 
 ROOMS = {
     "files", "RDMA", "dashboard", "etcd", "plan", "overlap", "demo", "integrations", "rare schemes", "bench", "doctor",
-    "hosts", "meshes", "publishing",
+    "hosts", "meshes", "publishing", "trainings",
 }  # fmt: skip
 
 BOX = """

@@ -17,7 +17,6 @@ import numpy as np
 
 from smb.buffer import Buffer
 from smb.daemon.failpoint import failpoint
-from smb.engine import SOURCES_MAX
 from smb.errors import (
     DeadlineError,
     Error,
@@ -27,6 +26,7 @@ from smb.errors import (
     UnavailableError,
 )
 from smb.lock import Lock
+from smb.spi import SOURCES_MAX
 from smb.train import member_table as t
 from smb.train.exchange.at_once import at_once, begin
 from smb.train.group import ATTEMPT, BUILT, Group
