@@ -271,7 +271,7 @@ def all_is_whole_again(world: World) -> str:
     for record in state.buffers.values() if state is not None else ():
         for segment in record.segments if record.replicas == 2 else ():
             part = world.truth.parts.get(segment.id)
-            if part is None or part.may_go or part.loose:
+            if part is None or part.may_go or part.loose or part.lost:
                 continue
             for name in (segment.server, segment.backup):
                 if name and not part.is_in(world.hosts[name].segments.get(segment.id)):

@@ -343,10 +343,21 @@ class World:
             invariants.check(self, "made", committed.state, event.key)
         if isinstance(event, CopyBegun):
             self.copies_begun += 1
+            self._leaves(event, committed.state)
             invariants.check(self, "begun", before, event)
             invariants.check(self, "copy", before, committed.state, event)
         if self._tell is not None:
             self.say(f"commit {event}"[:400])
+
+    def _leaves(self, event: CopyBegun, state: State) -> None:
+        """A copy that leaves its server goes as the new one begins: until that is whole there is one, as the product
+        says. The host of that one may have been lost since it confirmed it.
+        """
+        where = state.where()
+        for number in event.members if event.leaving else ():
+            part = self.truth.parts.get(number)
+            if part is not None and number in where and number not in self.hosts[where[number][1].server].segments:
+                part.lost = True
 
     # ---- processes
 
