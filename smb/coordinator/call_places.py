@@ -1,10 +1,17 @@
 """Places for calls in progress at the port for all: no certificate takes all of them, and some are for operators and
 memory servers alone. A call without a place is refused at once, and its client tries again within its timeout. A call
 that waits for others does no work, and gives its place back meanwhile.
+
+A call of a certificate that asks for too much begins later (`CallRates`). It is not refused for that: who floods would
+ask again at once, but has a bounded number of calls in flight. So these wait here, and gRPC's own queue, which knows no
+certificates, stays short.
 """
 
 from __future__ import annotations
 
+import asyncio
+import logging
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
@@ -15,7 +22,8 @@ import grpc
 import grpc.aio
 from google.protobuf.message import Message
 
-from smb.coordinator.limits import CALLS_MAX, CALLS_PER_CERTIFICATE_MAX
+from smb.coordinator.call_rates import CallRates
+from smb.coordinator.limits import CALLS_MAX, CALLS_PER_CERTIFICATE_MAX, CALLS_WAITING_MAX
 from smb.errors import NOT_APPLIED, UnavailableError
 from smb.rpc import control_pb2 as pb
 from smb.security.roles import Caller, Role, caller
@@ -26,7 +34,10 @@ _TRUSTED = (Role.OPERATOR, Role.SERVER)
 _OF_SESSIONS = ("RenewSession", "CloseSession")
 # Of a request. A larger one keeps its place while it waits, so that places bound what requests take.
 _LIGHT_BYTES = 4096
+_SAID_FROM_S, _SAID_AGAIN_S = 1.0, 60.0  # a call's wait that the log names, and the pause between two lines
+_SAID_MAX = 1024  # certificates whose last line is remembered
 
+_log = logging.getLogger("coordinator")
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Call: TypeAlias = Callable[[Any, Any], Awaitable[Any]]
 
@@ -38,9 +49,8 @@ class BusyError(UnavailableError):
 class _Place:
     """The place of one call. Its call may have ended before what works for it."""
 
-    def __init__(self, places: CallPlaces, who: Caller, request: object) -> None:
-        self._places, self._who = places, who
-        self._light = isinstance(request, Message) and request.ByteSize() <= _LIGHT_BYTES
+    def __init__(self, places: CallPlaces, who: Caller, *, light: bool) -> None:
+        self._places, self._who, self._light = places, who, light
         self._held, self._ended = True, False
 
     def give_back(self) -> bool:
@@ -85,7 +95,10 @@ class CallPlaces(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
     thread only.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, rates: CallRates | None = None) -> None:
+        """`rates`: which calls begin later; None: none do."""
+        self._rates = rates
+        self._said_at: dict[str, float] = {}  # by certificate: when the log last said that its calls wait
         self._count = 0
         self._by_certificate: Counter[str] = Counter()
 
@@ -102,14 +115,19 @@ class CallPlaces(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         call = cast(Call, handler.unary_unary)
 
         async def answer(request: Any, context: Any) -> Any:
+            who = caller()
+            light = isinstance(request, Message) and request.ByteSize() <= _LIGHT_BYTES
+            if light:
+                await self._begin(who, method)
             if isinstance(request, pb.OpenBufferRequest) and request.timeout_ms:
                 return await call(request, context)  # may wait for long; the service bounds how many do
-            who = caller()
             self._check(who, method)
             self.take(who)
-            place = _Place(self, who, request)
+            place = _Place(self, who, light=light)
             _place.set(place)
             try:
+                if not light:
+                    await self._begin(who, method)
                 return await call(request, context)
             finally:
                 place.end()
@@ -117,6 +135,34 @@ class CallPlaces(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         return grpc.unary_unary_rpc_method_handler(
             answer, request_deserializer=handler.request_deserializer, response_serializer=handler.response_serializer
         )
+
+    async def _begin(self, who: Caller, method: str) -> None:
+        """Wait until this call may begin. Renewals of sessions are counted apart from the certificate's other calls."""
+        if self._rates is None or who.role in _TRUSTED:
+            return
+        try:
+            turn = self._rates.begin(who.key, "sessions" if method in _OF_SESSIONS else "")
+        except asyncio.QueueFull:
+            raise BusyError(
+                f"{method}: {CALLS_WAITING_MAX} calls of {who} wait already; nothing was changed, try again later",
+                outcome=NOT_APPLIED,
+            ) from None
+        if turn is None:
+            return
+        arrived = time.monotonic()
+        try:
+            await turn
+        finally:
+            self._say_waited(who, time.monotonic() - arrived)
+
+    def _say_waited(self, who: Caller, seconds: float) -> None:
+        now = time.monotonic()
+        if seconds < _SAID_FROM_S or now < self._said_at.get(who.key, -_SAID_AGAIN_S) + _SAID_AGAIN_S:
+            return
+        if len(self._said_at) >= _SAID_MAX:
+            self._said_at.clear()
+        self._said_at[who.key] = now
+        _log.warning("calls of %s ask for too much of the coordinator's time: one waited %.0f s", who, seconds)
 
     def _check(self, who: Caller, method: str) -> None:
         of_session = method in _OF_SESSIONS

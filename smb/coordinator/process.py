@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry
 from smb.config.host_address import reachable
 from smb.config.parse import format_address, parse_address
 from smb.coordinator.call_places import CallPlaces
+from smb.coordinator.call_rates import CallRates
 from smb.coordinator.front import Front, FrontForSessions
 from smb.coordinator.health import Health
 from smb.coordinator.known_pages import pages_of, targets
@@ -93,14 +94,17 @@ async def _start(options: CoordinatorOptions, leaving: AsyncExitStack) -> None:
     shown = ShownLeader()
     front = Front()
 
+    rates = CallRates()
+
     def answered(method: str, code: grpc.StatusCode, seconds: float) -> None:
         call_metrics.count(method, code, seconds)
+        rates.ended()
         if code is grpc.StatusCode.INTERNAL and shown.leading is not None:
             shown.leading.watch.failed(method, shown.leading.commit_log.now())
 
-    def guards() -> list[AioGuard | CallPlaces]:
+    def guards(rates: CallRates | None = None) -> list[AioGuard | CallPlaces]:
         found = options.credentials
-        return [] if found is None else [AioGuard(Callers(Current(found))), CallPlaces()]
+        return [] if found is None else [AioGuard(Callers(Current(found))), CallPlaces(rates)]
 
     def bound(listening: grpc.aio.Server, asked: str | None) -> int:
         """Let it listen there, or at a free port of the host, and return the port."""
@@ -109,7 +113,7 @@ async def _start(options: CoordinatorOptions, leaving: AsyncExitStack) -> None:
 
     ports = 2 if options.credentials is None else 3
     server = grpc.aio.server(
-        interceptors=[Answers(answered, front), *guards()], options=grpc_server_options(ports=ports)
+        interceptors=[Answers(answered, front), *guards(rates)], options=grpc_server_options(ports=ports)
     )
     address = format_address(host, _bind(server, options.listen, format_address(host, port), options.credentials))
     front.address = _shown_to_others(address, host)

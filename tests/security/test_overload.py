@@ -26,7 +26,7 @@ from smb.rpc.control_pb2_grpc import CoordinatorStub
 from smb.rpc.metadata import encode
 from smb.rpc.trailers import BUSY, OUTCOME
 from smb.security.credentials import COORDINATOR_NAME, channel, load_directory
-from tests.support.daemons import stopped
+from tests.support.daemons import stopped, wait_for
 from tests.support.floods import flooded
 
 LONG = bool(os.environ.get("SMB_LONG"))
@@ -104,6 +104,23 @@ def test_a_certificate_with_many_calls_in_progress_is_refused_more(
         ending = pb.CloseSessionRequest(session_id=session.session_id, session_secret=session.session_secret)
         stub.CloseSession(ending, timeout=20)
     assert answered <= CALLS_PER_CERTIFICATE_MAX * 3 // 4  # the rest is for renewals of sessions
+
+
+@pytest.mark.skipif(not LONG, reason="takes half a minute until all calls of the flood wait")
+def test_others_are_answered_at_once_when_a_flood_waits(guarded: smb.LocalCluster, certificates: Path) -> None:
+    """A reader keeps 8000 calls in flight. Once they wait, calls of another certificate do not."""
+    with smb.connect(guarded.address, credentials=certificates / "client", timeout=60) as client:
+
+        def is_quick() -> bool:
+            begun = time.monotonic()
+            for number in range(5):
+                client.create(f"quick{number}", 4)
+                client.delete(f"quick{number}")
+            return time.monotonic() - begun < 1.0
+
+        assert wait_for(is_quick, "quick answers")
+        with flooded(guarded.address, certificates / "reader", everything=True):
+            wait_for(is_quick, "quick answers beside the flood", 60.0)
 
 
 def test_sessions_are_renewed_beside_many_connections_of_others(guarded: smb.LocalCluster, certificates: Path) -> None:

@@ -1,0 +1,264 @@
+"""smb.coordinator.call_rates: which calls of a certificate wait, and how long."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Coroutine, Iterable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import grpc
+import pytest
+
+from smb.coordinator import call_places, call_rates
+from smb.coordinator.call_places import BusyError, CallPlaces
+from smb.coordinator.call_rates import OTHERS_S, SAVED_S, SHARE, CallRates, busy_s
+from smb.coordinator.limits import CALLS_PER_CERTIFICATE_MAX, CALLS_WAITING_MAX
+from smb.rpc import control_pb2 as pb
+from smb.security import roles
+from smb.security.roles import Caller, Role
+
+COST_S = 0.001
+READER, OTHER = Caller(Role.READER, "r"), Caller(Role.CLIENT, "c")
+
+
+class Loop:
+    """A clock and a loop, each of whose calls takes COST_S."""
+
+    def __init__(self) -> None:
+        self.now = self.busy = 100.0
+        self.rates = CallRates(lambda: self.now, lambda: self.busy)
+
+    def answer(self, calls: int, seconds: float, cost_s: float = COST_S) -> None:
+        """Calls end at some port, in that time."""
+        for _ in range(calls):
+            self.rates.ended()
+        self.busy += calls * cost_s
+        self.now += seconds
+
+    def with_others(self) -> Loop:
+        """Two certificates have asked, and a call's cost is known."""
+        self.answer(100, 1.0)
+        assert self.begin("other") is None
+        assert self.begin("flood") is None
+        return self
+
+    def begin(self, who: str = "flood", kind: str = "") -> asyncio.Future[None] | None:
+        return self.rates.begin(who, kind)
+
+    def flood(self, most: int = 100_000) -> int:
+        """Begin calls until one has to wait, and return how many began; `most` if none has to."""
+        return next((number for number in range(most) if self.begin() is not None), most)
+
+    async def after(self, seconds: float, waiting: Iterable[asyncio.Future[None]]) -> int:
+        """Return how many of these have begun so many seconds later."""
+        self.now += seconds
+        for bucket in self.rates._buckets.values():
+            self.rates._go_on(bucket)  # in place of the timer, which has another clock
+        await asyncio.sleep(0)
+        return sum(turn.done() for turn in waiting)
+
+
+def run(scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    asyncio.run(scenario())
+
+
+SAVED, PER_S = round(SAVED_S / COST_S), round(SHARE / COST_S)
+
+
+def test_a_certificate_takes_what_it_has_saved_and_then_its_share() -> None:
+    """Its calls begin in the order of their arrival, and another one's do not wait."""
+
+    async def scenario() -> None:
+        loop = Loop().with_others()
+        assert loop.flood() == pytest.approx(SAVED, abs=3)
+        waiting = [loop.begin() for _ in range(100)]
+        assert None not in waiting
+        turns = [turn for turn in waiting if turn is not None]
+        assert loop.begin("other") is None
+        assert await loop.after(20 / PER_S, turns) == pytest.approx(20, abs=2)
+        assert [turn.done() for turn in turns] == sorted((turn.done() for turn in turns), reverse=True)
+        assert loop.begin() is not None
+        while not turns[-1].done():
+            await loop.after(1 / PER_S, turns)
+        await loop.after(1.0, ())
+        assert loop.flood() == pytest.approx(PER_S, abs=3)
+        await loop.after(OTHERS_S - 5, ())
+        assert loop.flood() == pytest.approx(SAVED, abs=3)
+
+    run(scenario)
+
+
+def test_a_certificate_that_asks_alone_does_not_wait() -> None:
+    """From the first call of another one on it does, until that one has not called for a while."""
+
+    async def scenario() -> None:
+        loop = Loop()
+        loop.answer(100, 1.0)
+        assert loop.flood() == 100_000
+        assert loop.begin("other") is None
+        assert loop.flood() == pytest.approx(SAVED, abs=3)
+        await loop.after(OTHERS_S - 1, ())
+        assert loop.flood() == pytest.approx(SAVED, abs=3)
+        await loop.after(2, ())
+        await loop.after(2, ())
+        assert loop.flood() == 100_000
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(("slower", "calls", "begin"), [(1, 200, SAVED), (10, 200, SAVED // 10), (10, 10, SAVED)])
+def test_a_call_counts_as_much_as_calls_cost_on_average(slower: int, calls: int, begin: int) -> None:
+    """On a machine that is ten times slower, a tenth of the calls begins. Seconds with few calls do not count, since
+    the loop's other work would be theirs."""
+
+    async def scenario() -> None:
+        loop = Loop().with_others()
+        loop.answer(calls, 1.0, slower * COST_S)
+        assert loop.flood() == pytest.approx(begin, abs=3)
+
+    run(scenario)
+
+
+def test_calls_of_another_kind_have_a_bucket_of_their_own() -> None:
+    async def scenario() -> None:
+        loop = Loop().with_others()
+        loop.flood()
+        assert loop.begin("flood", "sessions") is None
+
+    run(scenario)
+
+
+def test_no_more_calls_wait_than_may_and_who_goes_away_leaves_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(call_rates, "CALLS_WAITING_MAX", 100)
+
+    async def scenario() -> None:
+        loop = Loop().with_others()
+        loop.flood()
+        turns = [turn for _ in range(99) if (turn := loop.begin()) is not None]
+        for _ in range(2):
+            with pytest.raises(asyncio.QueueFull):
+                loop.begin()
+        for turn in turns[:50]:
+            turn.cancel()
+        await asyncio.sleep(0)
+        assert loop.begin() is not None
+        assert await loop.after(10 / PER_S, turns[50:]) == pytest.approx(9, abs=2)
+
+    run(scenario)
+
+
+def test_a_timer_lets_waiting_calls_begin() -> None:
+    """With the clock and the loop as they are."""
+
+    async def scenario() -> None:
+        rates = CallRates(busy=lambda: 0.0)
+        rates.begin("other")
+        turns = [turn for _ in range(round(SAVED_S / call_rates._FIRST_COST_S) + 20) if (turn := rates.begin("flood"))]
+        assert len(turns) > 5
+        await asyncio.wait_for(asyncio.gather(*turns), 10)
+
+    run(scenario)
+
+
+def test_a_thread_is_busy_while_it_works(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The time in which it waits for a processor counts, too, if the kernel says it; time in which it sleeps does
+    not."""
+    for path in (call_rates._SCHEDSTAT, tmp_path / "none"):
+        monkeypatch.setattr(call_rates, "_SCHEDSTAT", path)
+        before, worked_s, begun = busy_s(), time.thread_time(), time.monotonic()
+        while time.thread_time() < worked_s + 0.05:
+            pass
+        assert 0.03 < busy_s() - before < time.monotonic() - begun + 0.03
+
+
+class Port:
+    """A port whose calls are answered at once. `begun`: the methods that were carried out."""
+
+    def __init__(self, waits: Iterable[bool | None]) -> None:
+        """`waits`: whether each call waits for ever; None: too many wait."""
+        self._waits = iter(waits)
+        self.places = CallPlaces(cast(Any, SimpleNamespace(begin=self.begin)))
+        self.kinds: list[str] = []
+        self.begun: list[str] = []
+
+    def begin(self, _certificate: str, kind: str) -> asyncio.Future[None] | None:
+        self.kinds.append(kind)
+        waits = next(self._waits)
+        if waits is None:
+            raise asyncio.QueueFull
+        return asyncio.get_running_loop().create_future() if waits else None
+
+    def call(self, who: Caller, method: str, request: Any) -> asyncio.Task[None]:
+        async def answer(_request: Any, _context: Any) -> None:
+            self.begun.append(method)
+
+        async def found(_details: Any) -> Any:
+            return grpc.unary_unary_rpc_method_handler(answer)
+
+        async def calling() -> None:
+            roles._caller.set(who)
+            handler = await self.places.intercept_service(found, SimpleNamespace(method=f"/smb/{method}"))  # type: ignore[arg-type]
+            await cast(Any, handler).unary_unary(request, None)
+
+        return asyncio.create_task(calling())
+
+
+def test_a_call_that_is_to_wait_begins_later_and_operators_never_wait(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The log names the certificate once. An open that waits for a name waits for its turn, too, and a call beyond what
+    may wait is refused."""
+
+    async def scenario() -> None:
+        port = Port([True, True, True, False, None])
+        waiting = [
+            port.call(READER, "ListBuffers", pb.ListBuffersRequest()),
+            port.call(READER, "OpenBuffer", pb.OpenBufferRequest(name="w", timeout_ms=1000)),
+            port.call(READER, "RenewSession", pb.RenewSessionRequest()),
+        ]
+        await asyncio.wait({port.call(OTHER, "Overview", pb.OverviewRequest())})
+        for trusted in (Caller(Role.OPERATOR, "op"), Caller(Role.SERVER, "s")):
+            await port.call(trusted, "Leader", pb.LeaderRequest())
+        assert port.begun == ["Overview", "Leader", "Leader"]
+        assert port.kinds == ["", "", "sessions", ""]
+        with pytest.raises(BusyError, match=f"^ListServers: {CALLS_WAITING_MAX} calls of a certificate") as refused:
+            await port.call(READER, "ListServers", pb.ListServersRequest())
+        assert refused.value.outcome == "not applied"
+        for each in waiting:
+            assert not each.done()
+            each.cancel()
+        await asyncio.wait(waiting)
+
+    monkeypatch.setattr(call_places, "_SAID_FROM_S", 0.0)
+    with caplog.at_level(logging.WARNING, "coordinator"):
+        asyncio.run(scenario())
+    (said,) = caplog.messages
+    assert said == (
+        'calls of a certificate of role reader, "r" ask for too much of the coordinator\'s time: one waited 0 s'
+    )
+
+
+def test_only_a_large_request_has_a_place_while_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that thousands can wait, and places bound what requests take."""
+    monkeypatch.setattr(call_places, "CALLS_PER_CERTIFICATE_MAX", 8)
+    assert CALLS_PER_CERTIFICATE_MAX > 8
+
+    async def scenario() -> None:
+        port = Port([True] * 106)
+        small, large = (pb.CreateBufferRequest(name="w", packed_metadata=bytes(size)) for size in (10, 5000))
+        waiting = [port.call(READER, "CreateBuffer", small) for _ in range(100)]
+        waiting += [port.call(READER, "CreateBuffer", large) for _ in range(6)]
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        with pytest.raises(BusyError, match=r"6 calls of .* in progress already"):
+            await port.call(READER, "CreateBuffer", large)
+        assert not port.begun
+        for each in waiting:
+            each.cancel()
+        await asyncio.wait(waiting)
+
+    asyncio.run(scenario())
