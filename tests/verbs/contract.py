@@ -99,6 +99,7 @@ LEFT_OUT = {
     "fault/test_trainings_over_coordinators.py": _TRAINING,
     "ops/test_disaster_recovery.py": _ELSEWHERE,
     "regressions/test_credentials_of_the_start.py": "is about the coordinator",
+    "regressions/test_many_records_in_one_event.py": "is about the coordinator",
     "regressions/test_elements_of_views.py": "is about views and TCP",
     "regressions/test_interrupts_of_short_calls.py": _ELSEWHERE,
     "regressions/test_one_refused_segment.py": "is about memory servers among themselves",

@@ -95,7 +95,7 @@ def buffer_wanted(state: State, event: BufferWanted, now: Instant) -> Step:
         record, first = _joined(record, beside)
         saves = (SaveBuffer(first), SaveBuffer(record))
         state = replace(state, buffers=state.buffers.changed((first,)))
-    check_quota(state.quotas, state.buffers.values(), record, creation.asked)
+    check_quota(state.quotas, state.buffers.values(), [record], creation.asked)
     return put(state, record), (*saves, MakeSegments(record))
 
 

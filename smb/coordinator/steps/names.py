@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 
 from smb.coordinator.drop_rules import dropped
@@ -21,7 +22,7 @@ from smb.coordinator.events import (
 from smb.coordinator.published import published_as
 from smb.coordinator.quotas import check_quota
 from smb.coordinator.records import BufferRecord, Kind
-from smb.coordinator.state import ARRIVED, State, Step, allocate, delete, end_copies_beside, find_ready, without
+from smb.coordinator.state import ARRIVED, State, Step, allocate, delete, end_copies_beside, find_ready
 from smb.coordinator.validate import check_name
 from smb.drop_reasons import Ground
 from smb.errors import AlreadyExistsError, InvalidArgumentError, NotFoundError
@@ -83,13 +84,13 @@ def buffer_renamed(state: State, event: BufferRenamed, _: Instant) -> Step:
             raise AlreadyExistsError(
                 f'{asked}: a buffer "{event.displaced_name}" exists, so the replaced buffer cannot get that name'
             )
-        state, effects = _called(state, there, event.displaced_name, asked)
+        state, effects = _called(state, [there], [event.displaced_name], asked)
     elif there is not None:
         if not event.replace or not there.ready:
             raise AlreadyExistsError(f'{asked}: a buffer "{event.new_name}" exists; delete it, or have it replaced')
         effects = (dropped(there.copies, Ground.DELETED, state.unexplained),)
         state = delete(state, there)
-    state, renamed = _called(state, record, event.new_name, asked)
+    state, renamed = _called(state, [record], [event.new_name], asked)
     return state, (*effects, *renamed, Report(logging.INFO, f'renamed {record.title} to "{event.new_name}"'))
 
 
@@ -103,25 +104,29 @@ def _folder_renamed(state: State, event: BufferRenamed, asked: str) -> Step:
     for record in state.buffers.values():
         if record.kind is Kind.BUFFER and (record.name == event.new_name or record.name.startswith(new_folder)):
             raise AlreadyExistsError(f'{asked}: a buffer "{record.name}" exists; delete it, or choose another name')
-    effects: list[Effect] = []
     for record in records:
         _check_without_mirrors(state, record, asked)
-        new_name = new_folder + record.name[len(folder) :]
-        check_name(Kind.BUFFER, new_name)
-        state, renamed = _called(state, record, new_name, asked)
-        effects += renamed
-    effects.append(Report(logging.INFO, f'renamed {len(records)} buffers "{folder}..." to "{new_folder}..."'))
+    names = [new_folder + record.name[len(folder) :] for record in records]
+    for name in names:
+        check_name(Kind.BUFFER, name)
+    state, renamed = _called(state, records, names, asked)
+    report = Report(logging.INFO, f'renamed {len(records)} buffers "{folder}..." to "{new_folder}..."')
+    return state, (*renamed, report)
+
+
+def _called(state: State, records: Sequence[BufferRecord], names: Sequence[str], asked: str) -> Step:
+    """Give records, all of one namespace, other names, all of one namespace. Their segments stay as they are. In
+    another namespace they must fit that quota.
+    """
+    named = [replace(record, name=name) for record, name in zip(records, names, strict=True)]
+    if namespace_of(names[0]) != namespace_of(records[0].name):
+        check_quota(state.quotas, state.buffers.values(), named, asked)
+    state = replace(state, buffers=state.buffers.changed(named, gone=[record.key for record in records]))
+    effects: list[Effect] = []
+    for record, other in zip(records, named, strict=True):
+        # In this order: if a record takes the name that another one leaves, its save must be the key's later change.
+        effects += [EraseBuffer(record.key), SaveBuffer(other), WakeOpeners(other.key)]
     return state, tuple(effects)
-
-
-def _called(state: State, record: BufferRecord, name: str, asked: str) -> Step:
-    """Give a record another name. Its segments stay as they are. In another namespace it must fit that quota."""
-    named = replace(record, name=name)
-    if namespace_of(name) != namespace_of(record.name):
-        check_quota(state.quotas, without(state.buffers, record.key).values(), named, asked)
-    buffers = state.buffers.changed((named,), gone=(record.key,))
-    # The order matters: if one record takes the name that another one leaves, its save must be the key's later change.
-    return replace(state, buffers=buffers), (EraseBuffer(record.key), SaveBuffer(named), WakeOpeners(named.key))
 
 
 def _check_without_mirrors(state: State, record: BufferRecord, asked: str) -> None:

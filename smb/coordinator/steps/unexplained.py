@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from smb.coordinator.bundles import Bundles, bundle_of
@@ -92,29 +92,23 @@ def _take_up(state: State, changes_max: int | None, now: Instant) -> Step:
     """Bring records up to the state of the servers, because the store is older than they are."""
     effects: list[Effect] = []
     left, left_bytes = (changes_max // 2, CHANGED_BYTES_MAX) if changes_max is not None else (sys.maxsize, sys.maxsize)
+    taking = _TakingUp(state, now)
     for segment_id in sorted(state.contested()):
-        found = state.where().get(segment_id)
-        if found is None:
-            continue
-        record, segment = found
-        claims = {
-            server: held[segment_id]
-            for server, held in state.unexplained.items()
-            if state.heard(server, now) and segment_id in held and held[segment_id].whole
-        }
-        claims = {server: held for server, held in claims.items() if is_newer(held, record, segment)}
+        record, segment = taking.where[segment_id]
+        claims = taking.claims(record, segment)
         if not claims:
             continue
-        taken = _as_claimed(segment, claims, _members_held(state, record, segment))
+        bundles = taking.bundles_of(record)
+        taken = _as_claimed(segment, claims, _members_held(taking, bundles, record, segment))
         judged = replace(record, segments=tuple(taken if each.id == segment_id else each for each in record.segments))
-        changed = (judged, *Bundles(state.buffers.values()).followers(judged))
+        changed = (judged, *bundles.followers(judged))
         left -= len(changed)
         left_bytes -= sum(len(each.to_json()) for each in changed)
         if effects and (left < 0 or left_bytes < 0):
             break
-        members = {each.id for of in changed for each in of.segments if bundle_of(each) == bundle_of(taken)}
+        members = [each.id for of in changed for each in of.segments if bundle_of(each) == bundle_of(taken)]
         effects += map(SaveBuffer, changed)
-        state = put(state, *changed)
+        taking.put(changed)
         alike = [
             server
             for server, held in claims.items()
@@ -122,28 +116,105 @@ def _take_up(state: State, changes_max: int | None, now: Instant) -> Step:
             and held.epoch == taken.made
             and state.other_terms.get(server, frozenset()) & state.other_terms.get(taken.server, frozenset())
         ]
-        before, state = state, _with_old_copies(state, segment, taken, members, now)
-        for server in alike:
-            # Two copies of one epoch of one history both have all acknowledged changes: this one may be made anew.
-            here = {
-                each: replace(held, quarantined=False, nbytes=state.where()[each][1].file_bytes)
-                for each, held in before.unexplained[server].items()
-                if each in members
+        # Two copies of one epoch of one history both have all acknowledged changes: this one may be made anew.
+        anew = {
+            server: {
+                each: replace(held[each], quarantined=False, nbytes=taking.where[each][1].file_bytes)
+                for each in members
+                if each in held
             }
-            state = replace(state, unexplained={**state.unexplained, server: {**state.unexplained[server], **here}})
+            for server, held in taking.unexplained.items()
+            if server in alike
+        }
+        taking.with_old_copies(segment, taken, members)
+        for server, here in anew.items():
+            taking.unexplained[server].update(here)
             effects.append(EndQuarantine(server, tuple(here)))
         where = f"{taken.server} and {taken.backup}" if taken.backup else taken.server
         text = f"{record.title}: the records were older than its memory; a segment of it is taken up on {where}"
         effects.append(Report(logging.WARNING, text))
-    return state, tuple(effects)
+    return taking.state(), tuple(effects)
 
 
-def _members_held(state: State, record: BufferRecord, segment: SegmentRecord) -> Callable[[str, int], frozenset[int]]:
+class _TakingUp:
+    """The parts of the state that change while segments are taken up, one after the other. They are copied once, since
+    there may be as many segments as records. `where`: each segment with its record.
+    """
+
+    def __init__(self, state: State, now: Instant) -> None:
+        self._before, self._now = state, now
+        self._changed: dict[str, BufferRecord] = {}
+        self.where = state.where()
+        self.unexplained = {server: dict(held) for server, held in state.unexplained.items()}
+        self.missing = {server: set(missing) for server, missing in state.missing.items()}
+        self._together: dict[int, list[str]] = {}  # by bundle of several: the keys of its records
+        for record in state.buffers.values():
+            for bundle in {segment.group for segment in record.segments} - {0}:
+                self._together.setdefault(bundle, []).append(record.key)
+
+    def state(self) -> State:
+        """Return the state with all changes."""
+        if not self._changed:
+            return self._before
+        missing = {server: frozenset(missing) for server, missing in self.missing.items()}
+        return replace(put(self._before, *self._changed.values()), unexplained=self.unexplained, missing=missing)
+
+    def put(self, records: Iterable[BufferRecord]) -> None:
+        for record in records:
+            self._changed[record.key] = record
+            self.where |= {segment.id: (record, segment) for segment in record.segments}
+
+    def bundles_of(self, record: BufferRecord) -> Bundles:
+        """Return the bundles of the record's segments."""
+        keys = {record.key: None}
+        for segment in record.segments:
+            keys |= dict.fromkeys(self._together.get(segment.group, ()))
+        return Bundles(self._changed.get(key, self._before.buffers[key]) for key in keys)
+
+    def claims(self, record: BufferRecord, segment: SegmentRecord) -> dict[str, Held]:
+        """Return the whole copies of a segment that are newer than its record, by server."""
+        return {
+            server: held[segment.id]
+            for server, held in self.unexplained.items()
+            if segment.id in held
+            and held[segment.id].whole
+            and is_newer(held[segment.id], record, segment)
+            and self._before.heard(server, self._now)
+        }
+
+    def with_old_copies(self, before: SegmentRecord, taken: SegmentRecord, members: Collection[int]) -> None:
+        """Remove the segments that were taken up from `unexplained`. The copies that the record had elsewhere are now
+        beside it, and quarantined, because clients may have changed them since the records were restored.
+        """
+        for server in (taken.server, taken.backup):
+            if server:
+                # The other members of the bundle share its roles. A server that does not hold such a member has lost
+                # it.
+                held, missing = self.unexplained.setdefault(server, {}), self.missing.setdefault(server, set())
+                had = server in (before.server, before.backup)
+                missing.update(each for each in members if each not in held and not (had and each not in missing))
+                for each in members:
+                    held.pop(each, None)
+        for server in {before.server, before.backup, before.copying_to} - {taken.server, taken.backup, ""}:
+            missing = self.missing.setdefault(server, set())
+            if self._before.heard(server, self._now):
+                here = self.unexplained.setdefault(server, {})
+                for segment_id in (each for each in members if each not in missing):
+                    _, segment = self.where[segment_id]
+                    whole = server != before.copying_to
+                    epoch = max(before.epoch, here[segment_id].epoch) if segment_id in here else before.epoch
+                    here[segment_id] = Held(epoch, whole, not whole, quarantined=whole, nbytes=segment.file_bytes)
+            missing.difference_update(members)
+
+
+def _members_held(
+    taking: _TakingUp, bundles: Bundles, record: BufferRecord, segment: SegmentRecord
+) -> Callable[[str, int], frozenset[int]]:
     """Return a function that returns which members of this segment's bundle a server holds, whole, in an epoch."""
-    members = [each.id for _, each in Bundles(state.buffers.values()).members(record, segment)]
+    members = [each.id for _, each in bundles.members(record, segment)]
 
     def held_by(server: str, epoch: int) -> frozenset[int]:
-        held, missing = state.unexplained.get(server, {}), state.missing.get(server, frozenset())
+        held, missing = taking.unexplained.get(server, {}), taking.missing.get(server, ())
         had = server in (segment.server, segment.backup)
         return frozenset(
             each
@@ -175,36 +246,6 @@ def _as_claimed(
         )
         roles = replace(segment, server=alone, backup="", epoch=newest + 1, backup_made=0)
     return replace(roles, copying_to="", made=newest)
-
-
-def _with_old_copies(
-    state: State, before: SegmentRecord, taken: SegmentRecord, members: Collection[int], now: Instant
-) -> State:
-    """Remove the segments that were taken up from `unexplained`. The copies that the record had elsewhere are now
-    beside it, and quarantined, because clients may have changed them since the records were restored.
-    """
-    unexplained = {server: dict(held) for server, held in state.unexplained.items()}
-    missing = dict(state.missing)
-    for server in (taken.server, taken.backup):
-        if server:
-            # The other members of the bundle share its roles. A server that does not hold such a member has lost it.
-            held = unexplained.get(server, {})
-            had = server in (before.server, before.backup)
-            there = {each for each in members if each in held or (had and each not in missing.get(server, ()))}
-            missing[server] = missing.get(server, frozenset()) | (frozenset(members) - there)
-            unexplained[server] = without(held, *members)
-    old = {before.server, before.backup, before.copying_to} - {taken.server, taken.backup, ""}
-    where = state.where()
-    for server in old:
-        if state.heard(server, now):
-            here = unexplained.setdefault(server, {})
-            for segment_id in frozenset(members) - missing.get(server, frozenset()):
-                _, segment = where[segment_id]
-                whole = server != before.copying_to
-                epoch = max(before.epoch, here[segment_id].epoch) if segment_id in here else before.epoch
-                here[segment_id] = Held(epoch, whole, not whole, quarantined=whole, nbytes=segment.file_bytes)
-        missing[server] = missing.get(server, frozenset()).difference(members)
-    return replace(state, unexplained=unexplained, missing=missing)
 
 
 def segments_forgotten(state: State, event: SegmentsForgotten, now: Instant) -> Step:
