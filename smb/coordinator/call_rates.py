@@ -10,8 +10,8 @@ from pathlib import Path
 
 from smb.coordinator.limits import CALLS_WAITING_MAX
 
-SHARE = 0.25  # of the loop's time, for a certificate that asks without pause while others ask, too
-SAVED_S = 1.0  # of the loop's time, which such a certificate may take at once if it has asked little before
+SHARE = 0.5  # of the loop's time, for a certificate that asks without pause while others ask, too
+SAVED_S = 2.0  # of the loop's time, which such a certificate may take at once if it has asked little before
 OTHERS_S = 60.0  # since the last call of another certificate: after that, a certificate is alone
 _FIRST_COST_S = 0.0005  # of a call, until that is measured
 _WINDOW_S, _WINDOW_CALLS = 1.0, 20  # of a measurement: with fewer calls the loop's other work would count as theirs
