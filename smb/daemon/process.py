@@ -48,6 +48,9 @@ _PAGE_PAUSE_S = 0.1  # after no descriptor was available for a connection
 # (HELLO_DEADLINE_MS). gRPC's own default is two minutes, in which one stranger would take all descriptors.
 GRPC_HANDSHAKE_MS = 5000
 GRPC_CONNECTIONS_MAX = 1 << 17  # twice the sessions of a cluster
+# A connection ends at this age (gRPC varies it by a tenth), whatever its peer does, once its calls have ended. A client
+# makes another one for its next call, if its certificate still counts.
+GRPC_CONNECTION_AGE_MS = 3_600_000
 # In progress over one connection; more wait at their client. All calls stand in one queue, so thousands of one client,
 # though refused, would hold up the renewals of others. No certificate has more in progress (CALLS_PER_CERTIFICATE_MAX).
 GRPC_CALLS_PER_CONNECTION_MAX = 512
@@ -87,6 +90,7 @@ def grpc_server_options(
     most = connections_max if descriptors == resource.RLIM_INFINITY else descriptors * 3 // 4 // ports
     return (
         *_GRPC_SERVER_OPTIONS,
+        ("grpc.max_connection_age_ms", GRPC_CONNECTION_AGE_MS),
         ("grpc.max_concurrent_streams", calls_per_connection_max),
         ("grpc.max_allowed_incoming_connections", min(most, connections_max)),
     )
