@@ -253,7 +253,6 @@ class Dispatcher:
             repeatable=ended.status is not Status.DENIED or self._may_repeat(call, ended, read_only=read_only),
             read_only=read_only,
             reopened=call.reopened,
-            changes_roles=any(each.info.movable for each in others),
             movable=any(each.info.movable for each in (self, *others)),
             sources=bool(others) and not given,
             has_state=given,

@@ -53,8 +53,7 @@ class Facts(NamedTuple):
     repeatable: bool = True  # after a refusal, the call may be repeated without doing a part twice
     read_only: bool = False  # the coordinator gave this session no right to write
     reopened: bool = False  # an earlier attempt was refused, and newer tokens were requested after it
-    changes_roles: bool = False  # other buffers of the call can move, so their newest token may already be too old
-    movable: bool = False  # a buffer of the call can move
+    movable: bool = False  # a buffer of the call can move, so its newest token may already be too old
     sources: bool = False  # servers had to read other buffers of the call
     has_state: bool = False  # other buffers of the call are an optimizer's state, and the values come from this process
     known_lost: bool = False  # memory of a buffer of the call was lost, by the coordinator's last answer
@@ -76,7 +75,9 @@ def decide(ended: Ended, facts: Facts) -> Action:
     if facts.sources and _may_lie_apart(status, facts):
         return Action.BRING
     if heard is None and status is Status.DENIED:
-        another = not facts.reopened or (facts.changes_roles and not facts.read_only and facts.in_time)
+        # A token is for the server and the roles in the coordinator's answer. Either may change once more before the
+        # token is used, and the server may hear of its role later than the client.
+        another = not facts.reopened or (facts.movable and facts.in_time)
         if another and facts.repeatable:
             return Action.REOPEN
         if another and not facts.read_only:

@@ -230,6 +230,7 @@ class Home:
                 repeatable=not read_only,
                 read_only=read_only,
                 reopened=reopened,
+                movable=bool(self._location.epoch),
                 known_lost=self._location.lost,
                 named=self.named,
                 asks_first=True,
@@ -242,6 +243,8 @@ class Home:
                     if refused.status is not Status.DENIED:
                         self._locate_again(backoff)
                         return Action.RETRY
+                    if reopened:
+                        time.sleep(backoff.next_s())
                     if self._open_again():
                         return action
                     heard = Heard(answered=False)
