@@ -11,7 +11,9 @@ from pathlib import Path
 from smb.coordinator.limits import CALLS_WAITING_MAX
 
 SHARE = 0.5  # of the loop's time, for a certificate that asks without pause while others ask, too
-SAVED_S = 2.0  # of the loop's time, which such a certificate may take at once if it has asked little before
+SHARE_OF_MANY = 0.25  # while more than MANY of its calls wait: then they are taken faster from gRPC's queue
+MANY = 64
+SAVED_S = 1.0  # of the loop's time, which such a certificate may take at once if it has asked little before
 OTHERS_S = 60.0  # since the last call of another certificate: after that, a certificate is alone
 _FIRST_COST_S = 0.0005  # of a call, until that is measured
 _WINDOW_S, _WINDOW_CALLS = 1.0, 20  # of a measurement: with fewer calls the loop's other work would count as theirs
@@ -81,15 +83,19 @@ class CallRates:
         self._time(bucket, now)
         return turn
 
+    def _takes_s(self, bucket: _Bucket) -> float:
+        """Return in how many seconds the bucket gets what a call takes of it."""
+        return self._cost_s / (SHARE_OF_MANY if len(bucket.waiting) > MANY else SHARE)
+
     def _left_s(self, bucket: _Bucket, now: float) -> float:
         """Return in how many seconds the bucket has enough for a call; 0 or less: now."""
-        return max(now, bucket.full_at) - now + (self._cost_s - SAVED_S) / SHARE
+        return max(now, bucket.full_at) - now + self._takes_s(bucket) - SAVED_S / SHARE
 
     def _takes(self, bucket: _Bucket, now: float) -> bool:
         """Take a call's cost, if the bucket has it."""
         if self._left_s(bucket, now) > 0:
             return False
-        bucket.full_at = max(now, bucket.full_at) + self._cost_s / SHARE
+        bucket.full_at = max(now, bucket.full_at) + self._takes_s(bucket)
         return True
 
     def _time(self, bucket: _Bucket, now: float) -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from smb.coordinator import call_places, call_rates
 from smb.coordinator.call_places import BusyError, CallPlaces
-from smb.coordinator.call_rates import OTHERS_S, SAVED_S, SHARE, CallRates, busy_s
+from smb.coordinator.call_rates import MANY, OTHERS_S, SAVED_S, SHARE, SHARE_OF_MANY, CallRates, busy_s
 from smb.coordinator.limits import CALLS_PER_CERTIFICATE_MAX, CALLS_WAITING_MAX
 from smb.rpc import control_pb2 as pb
 from smb.security import roles
@@ -75,7 +75,7 @@ def test_a_certificate_takes_what_it_has_saved_and_then_its_share() -> None:
     async def scenario() -> None:
         loop = Loop().with_others()
         assert loop.flood() == pytest.approx(SAVED, abs=3)
-        waiting = [loop.begin() for _ in range(100)]
+        waiting = [loop.begin() for _ in range(MANY - 1)]
         assert None not in waiting
         turns = [turn for turn in waiting if turn is not None]
         assert loop.begin("other") is None
@@ -88,6 +88,21 @@ def test_a_certificate_takes_what_it_has_saved_and_then_its_share() -> None:
         assert loop.flood() == pytest.approx(PER_S, abs=3)
         await loop.after(OTHERS_S - 5, ())
         assert loop.flood() == pytest.approx(SAVED, abs=3)
+
+    run(scenario)
+
+
+def test_a_certificate_of_which_many_calls_wait_has_a_smaller_share() -> None:
+    async def scenario() -> None:
+        loop = Loop().with_others()
+        loop.flood()
+        turns = [turn for _ in range(10 * MANY) if (turn := loop.begin()) is not None]
+        begun = await loop.after(MANY * COST_S / SHARE_OF_MANY, turns)
+        assert begun == pytest.approx(MANY, abs=3)
+        while sum(not turn.done() for turn in turns) > MANY:
+            await loop.after(0.1, turns)
+        before = sum(turn.done() for turn in turns)
+        assert await loop.after(20 * COST_S / SHARE, turns) == pytest.approx(before + 20, abs=3)
 
     run(scenario)
 
