@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 
@@ -32,6 +33,7 @@ _log = logging.getLogger("coordinator")
 # After two live servers have not reached each other for this long, the primary goes on alone.
 _BROKEN_MAX_MS = 3000
 LOOK_COUNTS_S = 4.0  # how long the coordinator acts on what it saw of other servers; a look takes up to 1.5 s
+LOOKS_AT_ONCE_MAX = 32
 
 
 class RoleChanges:
@@ -41,6 +43,8 @@ class RoleChanges:
         self._commit_log = commit_log
         self._servers = servers
         self._session_ends = endings
+        self._looks_at_once = LOOKS_AT_ONCE_MAX  # fewer while they take too long
+        self._looked_last = ""  # the last survivor that was looked at
         self.on_copies: Callable[[], None] = lambda: None  # copies have ended or are wanted
         self.on_apart: Callable[[str, Collection[str]], None] = lambda *_: None  # a server did not reach others
 
@@ -115,17 +119,35 @@ class RoleChanges:
     async def seen_survivors(self) -> frozenset[str]:
         """Look at the servers that are to go on alone because the other copies' servers are gone. Return those that
         answer. Nobody can tell whether the others live: they wait for the end of their lease or for a renewal.
+
+        If there are more than can be looked at in time, the rest has its turn at the next call: what was seen of all of
+        them together would always be too old on a busy machine.
         """
-        state, now = self._commit_log.state, self._commit_log.now()
-        names = sorted(survivors(state, now))
-        runs = await asyncio.gather(*(self.look(state.servers[name]) for name in names))
-        if self.counts_no_more(now):
-            return frozenset()
-        return frozenset(name for name, run in zip(names, runs, strict=True) if run is not RunLiveness.MUTE)
+        begun = self._commit_log.now()
+        names = sorted(survivors(self._commit_log.state, begun))
+        after = bisect_right(names, self._looked_last)
+        names = names[after:] + names[:after]
+        seen: dict[str, Instant] = {}
+        while names and self._age_s(begun) <= LOOK_COUNTS_S / 2:
+            some, names = names[: self._looks_at_once], names[self._looks_at_once :]
+            servers = [known for each in some if (known := self._commit_log.state.servers.get(each)) is not None]
+            looked_at = self._commit_log.now()
+            runs = await asyncio.gather(*map(self.look, servers))
+            self._looked_last = some[-1]
+            if self.counts_no_more(looked_at):
+                self._looks_at_once = max(1, self._looks_at_once // 2)
+            else:
+                self._looks_at_once = min(LOOKS_AT_ONCE_MAX, 2 * self._looks_at_once)
+            answered = (known.name for known, run in zip(servers, runs, strict=True) if run is not RunLiveness.MUTE)
+            seen |= dict.fromkeys(answered, looked_at)
+        return frozenset(name for name, looked_at in seen.items() if not self.counts_no_more(looked_at))
 
     def counts_no_more(self, looked_at: Instant) -> bool:
         """Whether what was seen at that moment is too old: this process stood still meanwhile."""
-        return self._commit_log.now().monotonic - looked_at.monotonic > LOOK_COUNTS_S
+        return self._age_s(looked_at) > LOOK_COUNTS_S
+
+    def _age_s(self, moment: Instant) -> float:
+        return self._commit_log.now().monotonic - moment.monotonic
 
     async def unproven_copies(self, segment_ids: Collection[int]) -> frozenset[tuple[str, int]]:
         """Look at the servers of these segments' copies in the records, before others are told to drop theirs. Return

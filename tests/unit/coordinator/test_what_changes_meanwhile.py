@@ -39,7 +39,7 @@ from smb.coordinator.memserver_client import Look, MemoryServers, RunLiveness
 from smb.coordinator.mirrors import Mirrors
 from smb.coordinator.outside import new_id
 from smb.coordinator.records import Held, SegmentRecord, ServerRecord
-from smb.coordinator.role_changes import RoleChanges
+from smb.coordinator.role_changes import LOOK_COUNTS_S, RoleChanges
 from smb.coordinator.segment_maker import SegmentMaker
 from smb.coordinator.session_end_notifier import SessionEndNotifier
 from smb.coordinator.store import SqliteStore, StoreError
@@ -525,3 +525,38 @@ def test_a_server_is_not_avoided_for_a_copy_that_nobody_wants_any_more(tmp_path:
 
 async def nothing(*_: object) -> None:
     pass
+
+
+@pytest.mark.parametrize("look_s", [0.001, 0.1, 1.0])
+def test_all_survivors_are_seen_however_long_looking_at_all_takes(
+    look_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a busy machine a look takes long, and what was seen of 100 servers together was always too old: their copies
+    waited for ever to take over. Now some are looked at each time, and each sight is used while it counts.
+    """
+
+    async def work() -> None:
+        clock = [Instant(0.0, 1.7e9)]
+        log, _ = await opened(FakeEtcd(), clock=lambda: clock[0])
+        names = [f"s{number:03}" for number in range(100)]
+        await register(log, *names)
+        began: dict[str, float] = {}
+
+        class Busy(Servers):
+            async def look(self, at: ServerRecord, segment_ids: Collection[int] = ()) -> Look:
+                began[at.name] = clock[0].monotonic
+                await asyncio.sleep(0)
+                clock[0] = replace(clock[0], monotonic=clock[0].monotonic + look_s)
+                return await super().look(at, segment_ids)
+
+        servers = cast(Any, Busy(living=1, holds={name: set() for name in names}))
+        roles = RoleChanges(log, servers, SessionEndNotifier(log, servers))
+        monkeypatch.setattr(role_changes, "survivors", lambda _state, _now: frozenset(names) - found)
+        found: set[str] = set()
+        for _ in range(60):
+            now_seen = await roles.seen_survivors()
+            assert all(clock[0].monotonic - began[name] <= LOOK_COUNTS_S for name in now_seen)
+            found |= now_seen
+        assert found == set(names)
+
+    asyncio.run(work())
