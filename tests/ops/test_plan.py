@@ -60,6 +60,38 @@ def test_rows_with_more_workers_than_a_training_takes_are_marked() -> None:
     assert "refuses" not in plan(str(SPEC), "--workers", "48", *LINK, "--schemes", "asp").output
 
 
+def test_a_process_that_is_slower_than_its_link() -> None:
+    """It bounds what a worker moves, and is told as what does."""
+    arguments = (str(SPEC), "--workers", "4", "--link", "100Gbit", "--servers", "16", "--schemes", "bsp")
+    shown = plan(*arguments, "--client-limit", "100Mbit")
+    assert shown.exit_code == 0, shown.output
+    assert "links of 100Gbit, round trip 0.2ms, at most 100Mbit for each worker's process" in shown.output
+    slow, usual = (
+        json.loads(plan(*arguments, "--json", *more).stdout)["predictions"][0]
+        for more in (("--client-limit", "100Mbit"), ())
+    )
+    assert slow["bound_by"] == "worker's process"
+    assert usual["bound_by"] != "worker's process"
+    assert slow["iteration_s"] > 3 * usual["iteration_s"]
+
+
+def test_meshes_are_marked(tmp_path: Path) -> None:
+    """A spec with fully connected layers has rows of meshes; JSON has their ranks, and the layers in its spec."""
+    spec = tmp_path / "connected.toml"
+    spec.write_text(
+        "batch = 4\n[[layers]]\nparameters = 1000\nforward_ms = 10\nbackward_ms = 20\n"
+        '[[layers]]\nparameters = 4_000_000\nforward_ms = 1\nbackward_ms = 2\nkind = "fc"\ninputs = 2000\n'
+    )
+    arguments = (str(spec), "--workers", "16", *LINK, "--servers", "workers", "--schemes", "bsp")
+    shown = plan(*arguments).output
+    assert "bsp, as a mesh of 16" in shown
+    assert "smb.torch.join(mesh=) does not take overlap= yet" in shown
+    found = json.loads(plan(*arguments, "--json").stdout)
+    assert {row["mesh"] for row in found["predictions"]} == {1, 16}
+    assert found["spec"]["layers"][1]["inputs"] == 2000
+    assert "mesh" not in plan(str(SPEC), "--workers", "16", *LINK).output
+
+
 def test_json_can_be_planned_again(tmp_path: Path) -> None:
     """Its "spec" is a spec, with which the predictions are the same."""
     arguments = ("--workers", "1,4", *LINK, "--wire", "int8", "--json")
@@ -131,7 +163,15 @@ def test_a_cluster_is_measured() -> None:
     ("arguments", "error"),
     [
         ((str(SPEC),), "pass --link, such as 10Gbit"),
-        ((str(SPEC), "--coordinator", "127.0.0.1:1", "--rtt", "1ms"), "--server-link and --rtt need --link"),
+        (
+            (str(SPEC), "--coordinator", "127.0.0.1:1", "--rtt", "1ms"),
+            "--server-link, --rtt and --client-limit need --link",
+        ),
+        (
+            (str(SPEC), "--coordinator", "127.0.0.1:1", "--client-limit", "1Gbit"),
+            "--server-link, --rtt and --client-limit need --link",
+        ),
+        ((str(SPEC), *LINK, "--client-limit", "4GB"), "a link's rate must be in bits a second"),
         (
             (str(SPEC), "--link", "fast"),
             "a link's rate must be in bits a second, such as 10Gbit or 400Mbit, not 'fast'",

@@ -49,6 +49,14 @@ def plan(
         str | None,
         typer.Option("--rtt", metavar="TIME", help="Round trip between a worker and a server. [default: 0.2ms]"),
     ] = None,
+    client_limit: Annotated[
+        str | None,
+        typer.Option(
+            "--client-limit",
+            metavar="RATE",
+            help="What one worker's process moves in each direction at most, however fast its link. [default: 32Gbit]",
+        ),
+    ] = None,
     servers: Annotated[
         str,
         typer.Option("--servers", metavar="N", help=f"Memory servers; '{_EACH}': one on each worker's host."),
@@ -109,7 +117,7 @@ def plan(
         check_plotting()  # fail before anything is measured
     settings: dict[str, Any] = {"batch": batch, "global_batch": global_batch, "every": every, "wire": wire}
     settings |= {"fragments": fragments, "delay": delay, "step_wire": step_wire}
-    question = _question(what, link, server_link, rtt, servers, coordinator, settings)
+    question = _question(what, (link, server_link, rtt, client_limit), servers, coordinator, settings)
     from smb.tools.plan.model import SCHEMES, advice, rows
 
     chosen = tuple(dict.fromkeys(schemes.split(","))) if schemes else SCHEMES
@@ -133,9 +141,7 @@ def plan(
 
 def _question(
     what: Path,
-    link: str | None,
-    server_link: str | None,
-    rtt: str | None,
+    rates: tuple[str | None, str | None, str | None, str | None],
     servers: str,
     coordinator: str | None,
     settings: dict[str, Any],
@@ -144,14 +150,17 @@ def _question(
     from smb.tools.plan.model import Question, check_settings
     from smb.tools.plan.spec import read_spec
 
+    link, server_link, rtt, client_limit = rates
     with usage_errors():
         if link is None and not coordinator:
             raise InvalidArgumentError("pass --link, such as 10Gbit, or --coordinator to measure a network")
         if servers != _EACH and not (servers.isascii() and servers.isdigit() and int(servers)):
             raise InvalidArgumentError(f"--servers must be a positive integer or '{_EACH}', not {servers}")
-        if link is None and (server_link or rtt):
-            raise InvalidArgumentError("--server-link and --rtt need --link; without --link the network is measured")
-        given = network.given(link, server_link, rtt or _RTT) if link is not None else None
+        if link is None and (server_link or rtt or client_limit):
+            raise InvalidArgumentError(
+                "--server-link, --rtt and --client-limit need --link; without --link the network is measured"
+            )
+        given = network.given(link, server_link, rtt or _RTT, client_limit) if link is not None else None
         settings["servers"] = None if servers == _EACH else int(servers)
         check_settings(**settings)  # fail before anything is measured
         spec = None
@@ -248,6 +257,12 @@ def _show(question: Question, found: Sequence[Row], advised: Sequence[Advice]) -
         )
     if any(row.overlap != "none" for row in found):
         out.print("\n* an exchange behind the passes of a step: overlap= of smb.torch.join", soft_wrap=True)
+    if any(row.mesh > 1 for row in found):
+        out.print(
+            "as a mesh of G: each G workers are the ranks of one member, which divide the fully connected layers; "
+            "smb.torch.join(mesh=) does not take overlap= yet",
+            soft_wrap=True,
+        )
     out.print("predicted by a model, see docs/plan.md; schemes differ in what a step is worth, too", soft_wrap=True)
 
 
@@ -259,7 +274,7 @@ def _predictions(found: Sequence[Row]) -> Table:
     for row in found:
         rows.add_row(
             f"{row.workers}{_OVER if row.over_limit else ''}",
-            row.scheme,
+            row.scheme if row.mesh == 1 else f"{row.scheme}, as a mesh of {row.mesh}",
             "none" if row.overlap == "none" else f"{row.overlap}*: {row.schedule}",
             str(row.every),
             format_duration(row.iteration_s),

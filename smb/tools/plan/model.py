@@ -2,8 +2,8 @@
 
 C is a step's computing, S the model's bytes, w the share of them that a contribution has on the wire. There are N
 workers and K memory servers; L and M are the rates of a worker's and a server's link, in each direction. a is one call
-of a few bytes, H the steps from one exchange to the next. A worker alone moves V = min(L, K M, K B / round trip),
-B bytes under way to each server, over all connections to it.
+of a few bytes, H the steps from one exchange to the next. A worker alone moves V = min(L, P, K M, K B / round trip),
+P what its process moves, B bytes under way to each server, over all connections to it.
 If all move at one time, each moves U = min(V, K M / N). n is the number of calls that wait for each other (counted at a
 server: tests/train/test_plan_calls.py), and one more in rounds for each four workers beyond three.
 
@@ -38,6 +38,7 @@ from typing import Any
 
 from smb.errors import InvalidArgumentError
 from smb.spi import SOURCES_MAX, connections_for
+from smb.tools.plan.mesh import layers_of_rank, rank_of, sizes
 from smb.tools.plan.network import CHUNK_BYTES, CONNECTION_BYTES, Network
 from smb.tools.plan.spec import Spec
 from smb.train import SCHEMES as ALL_SCHEMES
@@ -46,7 +47,7 @@ from smb.train.group import WIRE_BYTES
 from smb.train.member_table import SLOTS
 from smb.train.partition import OVERLAPS, Channel, pick, predict
 from smb.train.scheme import by_traits
-from smb.train.traits import EXACT, FUSED
+from smb.train.traits import EXACT, FUSED, ROUNDS
 
 # Bytes of a buffer that one server takes into a sum in a second: 2e9 were measured for single additions over loopback,
 # of which a source in a sum takes 0.6 of the time (docs/decisions.md, 0037).
@@ -58,7 +59,7 @@ _EFFICIENT = 0.95
 _SERVERS_MAX = 1024
 _ENOUGH = 1.05  # servers are enough if an iteration takes at most this many times as long as with any number of servers
 COMPUTING, OWN_LINK, SERVERS, CALLING, COMBINING = "computing", "worker's link", "servers' links", "calls", "combining"
-WINDOW = "what connections hold"
+WINDOW, CLIENT, RANKS = "what connections hold", "worker's process", "activations"
 
 
 def check_settings(
@@ -88,6 +89,7 @@ class Question:
 
     servers: None means one on each worker's host. batch: of one worker; global_batch: of all workers together, instead.
     every: for the schemes that have it. wire: the encoding of contributions. fragments, delay, step_wire: for DiLoCo.
+    mesh: so many workers are the ranks of one member (smb/tools/plan/mesh.py); for schemes with rounds.
     """
 
     spec: Spec
@@ -100,9 +102,11 @@ class Question:
     fragments: int = 1
     delay: int = 0
     step_wire: str = "exact"
+    mesh: int = 1
 
     def __post_init__(self) -> None:
-        check_settings(**{name: value for name, value in vars(self).items() if name not in ("spec", "network")})
+        given = {name: value for name, value in vars(self).items() if name not in ("spec", "network", "mesh")}
+        check_settings(**given)
 
     def scheme(self, name: str) -> Scheme:
         """Return the scheme of that name, with those of these settings that it has."""
@@ -128,11 +132,12 @@ class Row:
 
     speedup: samples a second, relative to one worker that exchanges nothing. efficiency: computing's fraction of the
     time. schedule: of the overlap. server_bytes: memory of all servers together. bytes_per_hour: over all workers'
-    links, both directions. over_limit: a training refuses that many members (SLOTS), unless several workers are one
-    member (smb.torch.join(mesh=)), so the row shows what the network would give.
+    links, both directions. mesh: so many workers are the ranks of one member (smb.torch.join(mesh=)). over_limit: a
+    training refuses that many members (SLOTS), so the row shows what the network would give.
     """
 
     workers: int
+    mesh: int
     over_limit: bool
     scheme: str
     overlap: str
@@ -171,10 +176,11 @@ class Advice:
 
 @dataclass(frozen=True)
 class Shares:
-    """Rates in bytes a second: `alone` is V, `together` is U, `servers` is K M. crossing: the fraction of bytes that
-    cross a link at all. limit: what bounds `alone`.
+    """Rates in bytes a second: `alone` is V, `together` is U, `servers` is K M, `own` what reaches other workers.
+    crossing: the fraction of bytes that cross a link at all. limit: what bounds `alone`.
     """
 
+    own: float
     alone: float
     together: float
     servers: float
@@ -195,11 +201,12 @@ def shares(question: Question, workers: int, *, fused: bool = False) -> Shares:
         own = server = min(own, server) / (2 if fused else 1)
     under_way = connections_for(network.rtt_s) * CONNECTION_BYTES
     window = under_way / network.rtt_s if network.rtt_s else math.inf
-    rates = {OWN_LINK: own, SERVERS: count * server, WINDOW: count * window}
+    rates = {OWN_LINK: own, SERVERS: count * server, WINDOW: count * window, CLIENT: network.client_per_s}
     limit = min(rates, key=lambda name: rates[name])
     alone = rates[limit]
     fair = count * server / workers
-    return Shares(alone, min(alone, fair), count * server, crossing, limit, limit if alone <= fair else SERVERS)
+    own = min(network.worker_per_s, network.client_per_s)
+    return Shares(own, alone, min(alone, fair), count * server, crossing, limit, limit if alone <= fair else SERVERS)
 
 
 def cycle_s(think_s: float, alone_s: list[float], demands_s: list[float], workers: int) -> float:
@@ -221,10 +228,16 @@ def cycle_s(think_s: float, alone_s: list[float], demands_s: list[float], worker
 def parts_s(question: Question, scheme: str, workers: int) -> defaultdict[str, float]:
     """Return the parts of the time from one exchange to the next, without overlap, by purpose."""
     traits = question.scheme(scheme).traits
+    if question.mesh > 1 and (traits.closing is None or workers % question.mesh):
+        raise InvalidArgumentError(
+            f"{workers} workers with {scheme} can't be meshes of {question.mesh}: "
+            "ask for a scheme with rounds, and for a mesh that divides the workers"
+        )
     every = question.steps(scheme)
     fused = traits.way == FUSED
     of = shares(question, workers, fused=fused)
-    pulled = question.spec.nbytes * of.crossing
+    rank = rank_of(question.spec, question.batch_of(workers), question.mesh)
+    pulled = rank.server_bytes * of.crossing
     pushed = pulled * _share(question.wire)
     computing = every * question.spec.compute.seconds(question.batch_of(workers))
     calls = traits.calls * question.network.call_s
@@ -232,14 +245,18 @@ def parts_s(question: Question, scheme: str, workers: int) -> defaultdict[str, f
 
     if traits.closing is not None:
         state, each, terms = traits.closing
-        summed = workers + terms  # buffers of the largest sum
+        members = workers // question.mesh
+        summed = members + terms  # buffers of the largest sum
         parts[CALLING] += math.ceil(max(0, summed - SOURCES_MAX) / (SOURCES_MAX - 1)) * question.network.call_s
         parts[CALLING] *= traits.fragments
         pulled *= _share(traits.step_wire)
         parts[COMBINING] += (
-            (state + each * workers) * question.spec.nbytes / question.servers_of(workers) / COMBINE_PER_S
+            (state + each * members) * question.spec.nbytes / question.servers_of(workers) / COMBINE_PER_S
         )
         parts[of.limit_together] += (pushed + pulled) / of.together
+        if question.mesh > 1:
+            parts[of.limit] += 2 * rank.summed_bytes / of.own
+            parts[RANKS] += rank.activation_bytes / of.own + rank.exchanges * question.network.call_s
         if traits.delay:
             exchange_s = sum(parts.values()) - computing
             hidden_s = min(exchange_s, computing / every * traits.delay * traits.fragments)
@@ -264,18 +281,38 @@ def parts_s(question: Question, scheme: str, workers: int) -> defaultdict[str, f
 
 
 def rows(question: Question, workers: int, schemes: tuple[str, ...] = SCHEMES) -> list[Row]:
-    """Return a row for each scheme; if layers are known and a scheme exchanges at each step, rows with overlap, too."""
+    """Return a row for each scheme; if layers are known and a scheme exchanges at each step, rows with overlap, too.
+
+    If layers are fully connected, a scheme with rounds at each step has two more, without and with overlap: as meshes
+    of as many ranks as are fastest without.
+    """
     if workers < 1:
         raise InvalidArgumentError(f"workers must be at least 1, not {workers}")
-    found = []
+    found: list[Row] = []
     for scheme in schemes:
         parts = parts_s(question, scheme, workers)
         every = question.steps(scheme)
         bound_by = max(parts, key=lambda name: parts[name])
         found.append(_row(question, scheme, workers, every, sum(parts.values()) / every, bound_by, "none", "-"))
-        if ALL_SCHEMES[scheme].TRAITS.plans_overlap and question.spec.by_layer:
+        traits = ALL_SCHEMES[scheme].TRAITS
+        if traits.plans_overlap and question.spec.by_layer:
             found += _overlapped(question, scheme, workers, parts)
+            if traits.way == ROUNDS and question.spec.inputs:
+                found += _as_meshes(question, scheme, workers)
     return found
+
+
+def _as_meshes(question: Question, scheme: str, workers: int) -> list[Row]:
+    found = []
+    for ranks in sizes(workers):
+        asked = dataclasses.replace(question, mesh=ranks)
+        parts = parts_s(asked, scheme, workers)
+        bound_by = max(parts, key=parts.__getitem__)
+        found.append((_row(asked, scheme, workers, 1, sum(parts.values()), bound_by, "none", "-"), asked, parts))
+    if not found:
+        return []
+    best, asked, parts = min(found, key=lambda each: each[0].iteration_s)
+    return [best, min(_overlapped(asked, scheme, workers, parts), key=lambda row: row.iteration_s)]
 
 
 def _overlapped(question: Question, scheme: str, workers: int, parts: defaultdict[str, float]) -> list[Row]:
@@ -290,7 +327,10 @@ def _overlapped(question: Question, scheme: str, workers: int, parts: defaultdic
     if fused:
         rate = nbytes / (sum(parts.values()) - parts[COMPUTING] - parts[CALLING])
     channel = Channel(rate / _share(question.wire), rate, call_s, call_s - question.network.rtt_s)
-    layers = question.spec.layers_at(question.batch_of(workers))
+    batch = question.batch_of(workers)
+    layers = question.spec.layers_at(batch)
+    if question.mesh > 1:
+        layers = layers_of_rank(question.spec, batch, question.mesh, of.together, of.own, call_s)
     # The calls that carry parameters are part of the channel.
     calls = parts[CALLING] - (1 if fused else 2) * call_s
     rest = calls + parts[COMBINING]
@@ -304,7 +344,9 @@ def _overlapped(question: Question, scheme: str, workers: int, parts: defaultdic
         exposed = {
             COMPUTING: parts[COMPUTING],
             CALLING: calls,
-            of.limit_together: iteration_s - parts[COMPUTING] - rest,
+            COMBINING: parts[COMBINING],
+            RANKS: parts[RANKS],
+            of.limit_together: iteration_s - parts[COMPUTING] - rest - parts[RANKS],
         }
         bound_by = max(exposed, key=lambda name: exposed[name])
         found.append(_row(question, scheme, workers, 1, iteration_s, bound_by, overlap, best.schedule))
@@ -327,14 +369,20 @@ def _row(
     # As many samples in one process: the whole batch at once if it is divided among workers, otherwise the same batch.
     alone = question.global_batch or batch
     speedup = workers * batch / iteration_s * compute.seconds(alone) / alone
-    sent = question.spec.nbytes / every * _share(question.wire)
-    received = question.spec.nbytes / every
+    rank = rank_of(question.spec, batch, question.mesh)
+    sent = rank.server_bytes / every * _share(question.wire)
+    received = rank.server_bytes / every
     asked = question.scheme(scheme)
     received *= _share(asked.traits.step_wire)
+    if question.mesh > 1:
+        between = 2 * rank.summed_bytes + rank.activation_bytes
+        sent, received = sent + between, received + between
     footprint = asked.footprint()
+    members = workers // question.mesh
     return Row(
         workers=workers,
-        over_limit=workers > SLOTS,
+        mesh=question.mesh,
+        over_limit=members > SLOTS,
         scheme=scheme,
         overlap=overlap,
         schedule=schedule,
@@ -347,7 +395,7 @@ def _row(
         sent_bytes=sent,
         received_bytes=received,
         bytes_per_hour=3600 / iteration_s * workers * (sent + received) * shares(question, workers).crossing,
-        server_bytes=question.spec.nbytes * (footprint.group + workers * footprint.worker),
+        server_bytes=question.spec.nbytes * (footprint.group + members * footprint.worker),
     )
 
 
@@ -361,7 +409,7 @@ def advice(question: Question, workers: int, schemes: tuple[str, ...] = SCHEMES)
     if question.servers is not None:
         enough = {scheme: _servers_enough(question, scheme, workers) for scheme in schemes}
     network = question.network
-    fills = min(network.worker_per_s, network.server_per_s) * network.rtt_s / CONNECTION_BYTES
+    fills = min(network.worker_per_s, network.client_per_s, network.server_per_s) * network.rtt_s / CONNECTION_BYTES
     return Advice(
         workers=workers,
         diloco_every=_efficient_every(question, workers),

@@ -38,8 +38,9 @@ _TRIPS, _REPEATS = 50, 8
 class Network:
     """Link rates and start-up times.
 
-    worker_per_s, server_per_s: bytes of parameters that one of them can send in a second while receiving as many.
+    worker_per_s, server_per_s: bytes of parameters that a link of theirs can send in a second while receiving as many.
     rtt_s: of a packet. call_s: a call of a few bytes, with its round trip. source: a description of the values' origin.
+    client_per_s: the same of one worker's process, whatever its link carries.
     """
 
     worker_per_s: float
@@ -47,6 +48,7 @@ class Network:
     rtt_s: float
     call_s: float
     source: str
+    client_per_s: float = CLIENT_PER_S
 
 
 def parse_rate(text: str) -> float:
@@ -71,17 +73,23 @@ def payload_per_s(bits_per_s: float) -> float:
     return bits_per_s / 8 * SEGMENT_BYTES / PACKET_BYTES * CHUNK_BYTES / (CHUNK_BYTES + FRAME_BYTES)
 
 
-def given(link: str, server_link: str | None, rtt: str) -> Network:
-    """Return the network for rates and a round trip given as text. Raises InvalidArgumentError."""
+def given(link: str, server_link: str | None, rtt: str, client_limit: str | None = None) -> Network:
+    """Return the network for rates and a round trip given as text; client_limit: what one worker's process moves, at
+    most, in each direction. Raises InvalidArgumentError.
+    """
     rtt_s = parse_seconds(rtt)
+    client_per_s = parse_rate(client_limit) / 8 if client_limit else CLIENT_PER_S
     ours, theirs = parse_rate(link), parse_rate(server_link or link)
     words = f"links of {link}" + (f", {server_link} at the servers" if server_link else "") + f", round trip {rtt}"
+    if client_limit:
+        words += f", at most {client_limit} for each worker's process"
     return Network(
-        min(payload_per_s(ours), CLIENT_PER_S),
+        payload_per_s(ours),
         min(payload_per_s(theirs), LOOPS * LOOP_PER_S),
         rtt_s,
         rtt_s + CALL_S,
         words,
+        client_per_s,
     )
 
 
@@ -97,7 +105,8 @@ def measured(address: str, timeout: float = 30.0) -> Network:
         call_s, one = _probe(client, servers[:1])
         rate = max(one, _probe(client, servers)[1]) if len(servers) > 1 else one
     words = f"measured at {address}: a call {call_s * 1e6:.0f} us, {one / 1e6:.4g} MB/s from one server"
-    return Network(rate, one, call_s, call_s, words + f", {rate / 1e6:.4g} from {len(servers)}")
+    words += f", {rate / 1e6:.4g} from {len(servers)}"
+    return Network(rate, one, call_s, call_s, words, max(rate, CLIENT_PER_S))  # the rate has the process's limit in it
 
 
 def _probe(client: smb.Client, servers: list[str]) -> tuple[float, float]:

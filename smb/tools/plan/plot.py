@@ -27,17 +27,18 @@ def draw(question: Question, most: int, schemes: Sequence[str], path: Path) -> N
     from matplotlib.figure import Figure
 
     counts = sorted({round(most ** (at / (_POINTS - 1))) for at in range(_POINTS)})
-    lines: dict[tuple[str, str], list[Row]] = {}
+    lines: dict[tuple[str, str, bool], list[Row]] = {}
     for workers in counts:
         for row in rows(question, workers, tuple(schemes)):
-            lines.setdefault((row.scheme, row.overlap), []).append(row)
+            lines.setdefault((row.scheme, row.overlap, row.mesh > 1), []).append(row)
     figure = Figure(figsize=(8, 6), dpi=130, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     axes.plot(counts, counts, color="0.7", linewidth=1, label="ideal")
-    for (scheme, overlap), found in lines.items():
+    for (scheme, overlap, as_mesh), found in lines.items():
         style = {"none": "-", "forward": ":", "both": "--"}[overlap]
         label = scheme if overlap == "none" else f"{scheme}, overlap {overlap}"
+        label += ", as meshes" if as_mesh else ""
         axes.plot([row.workers for row in found], [row.speedup for row in found], style, label=label)
     axes.set(xlabel="workers", ylabel="speed-up: samples/s beside one worker alone", ylim=(0, None))
     axes.set_title(f"{question.spec.name}: predicted\n{question.network.source}", fontsize=10, loc="left")

@@ -6,6 +6,8 @@
     parameters = 1728           # or bytes = 6912, "6.75 KiB"
     forward_ms = 3.1            # for that batch
     backward_ms = 6.2
+    kind = "fc"                 # optional: fully connected, so that a mesh can divide it by its outputs
+    inputs = 27                 # with kind: values of one sample that the layer takes
     [compute_ms]                # both passes and the optimizer, at two batches
     16 = 110.0
     32 = 200.0
@@ -34,7 +36,8 @@ _PARTS_MAX = 16 * _LAYERS_MAX  # limit of brackets and commas in JSON: a layer h
 _MILLISECONDS_MAX = 1e15  # for one layer or step; thousands of years, so sums and products stay finite floats
 _BATCH_MAX = 1 << 40  # samples; the square is still a float
 _TOP = {"name", "batch", "parameters", "bytes", "compute_ms", "layers"}
-_LAYER = {"name", "parameters", "bytes", "forward_ms", "backward_ms"}
+_LAYER = {"name", "parameters", "bytes", "forward_ms", "backward_ms", "kind", "inputs"}
+_FULLY_CONNECTED = "fc"
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,8 @@ class Compute:
 class Spec:
     """The model. The layers' times are those of a step of `batch` samples, and add up to compute.seconds(batch).
 
-    by_layer is False if no layers were given; one layer stands for all of the model then.
+    by_layer is False if no layers were given; one layer stands for all of the model then. inputs: for each layer, the
+    values of one sample that it takes if it is fully connected, and 0 if it is not; empty: no layer is.
     """
 
     name: str
@@ -77,6 +81,7 @@ class Spec:
     layers: tuple[Layer, ...]
     compute: Compute
     by_layer: bool
+    inputs: tuple[int, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -95,7 +100,8 @@ class Spec:
             return made | {"bytes": self.nbytes}
         made["layers"] = [
             {"bytes": layer.nbytes, "forward_ms": 1e3 * layer.forward_s, "backward_ms": 1e3 * layer.backward_s}
-            for layer in self.layers
+            | ({"kind": _FULLY_CONNECTED, "inputs": inputs} if inputs else {})
+            for layer, inputs in zip(self.layers, self.inputs or [0] * len(self.layers), strict=True)
         ]
         return made
 
@@ -140,6 +146,7 @@ def _of_layers(given: dict[str, Any], name: str, batch: int, compute: Compute | 
     if not isinstance(tables, list) or not 1 <= len(tables) <= _LAYERS_MAX:
         raise InvalidArgumentError(f"layers must be 1 to {_LAYERS_MAX} tables, [[layers]] in TOML")
     layers = tuple(_layer(table, f"layer {number}") for number, table in enumerate(tables, 1))
+    inputs = tuple(_inputs(table, f"layer {number}") for number, table in enumerate(tables, 1))
     total = sum(layer.forward_s + layer.backward_s for layer in layers)
     if not total:
         raise InvalidArgumentError("at least one layer must take time")
@@ -147,7 +154,8 @@ def _of_layers(given: dict[str, Any], name: str, batch: int, compute: Compute | 
         raise InvalidArgumentError("at least one layer must have parameters")
     if compute is None:
         compute = Compute(0.0, total / batch)
-    return Spec(name, batch, scaled(layers, compute.seconds(batch)), compute, by_layer=True)
+    made = scaled(layers, compute.seconds(batch))
+    return Spec(name, batch, made, compute, by_layer=True, inputs=inputs if any(inputs) else ())
 
 
 def scaled(layers: tuple[Layer, ...], total_s: float) -> tuple[Layer, ...]:
@@ -164,6 +172,25 @@ def _layer(given: Any, where: str) -> Layer:
         _milliseconds(given.get(name, 0), f"{name} of {where}") for name in ("forward_ms", "backward_ms")
     )
     return Layer(_nbytes(given, where), forward, backward)
+
+
+def _inputs(given: dict[str, Any], where: str) -> int:
+    """Return the values that a fully connected layer takes, and 0 for another layer."""
+    if "kind" not in given:
+        if "inputs" in given:
+            raise InvalidArgumentError(f'inputs of {where} needs kind = "{_FULLY_CONNECTED}"')
+        return 0
+    if given["kind"] != _FULLY_CONNECTED:
+        raise InvalidArgumentError(
+            f'kind of {where} must be "{_FULLY_CONNECTED}" (fully connected) or left out, not {quoted(given["kind"])}'
+        )
+    count = given.get("inputs")
+    if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= BYTES_MAX:
+        raise InvalidArgumentError(
+            f"inputs of {where} must be the number of values that it takes of one sample, from 1 to {BYTES_MAX}, "
+            f"not {quoted(count)}"
+        )
+    return count
 
 
 def _nbytes(given: dict[str, Any], where: str) -> int:

@@ -16,9 +16,12 @@ from smb.errors import InvalidArgumentError
 from smb.tools.plan import network
 from smb.tools.plan.model import (
     CALLING,
+    CLIENT,
     COMBINE_PER_S,
+    COMBINING,
     COMPUTING,
     OWN_LINK,
+    RANKS,
     SCHEMES,
     SERVERS,
     WINDOW,
@@ -72,7 +75,8 @@ def test_constants_are_those_of_the_scaling_model() -> None:
         assert getattr(network, name) == getattr(scaling, name)
     assert payload_per_s(1e9) == scaling.Link(1e9).payload_per_s
     assert given("1Gbit", "10Gbit", "20ms").call_s == pytest.approx(0.02 + network.CALL_S)
-    assert given("1Tbit", None, "0us").worker_per_s == network.CLIENT_PER_S
+    assert given("1Tbit", None, "0us").client_per_s == network.CLIENT_PER_S
+    assert given("1Tbit", None, "0us", "8Gbit").client_per_s == 1e9
 
 
 @pytest.mark.parametrize(
@@ -113,6 +117,64 @@ def test_what_bounds_it() -> None:
     far = dataclasses.replace(NETWORK, rtt_s=1.0)  # 16.8 MB in each
     assert rows(Question(SPEC, far), 1, ("bsp",))[0].bound_by == WINDOW
     assert rows(Question(SPEC, NETWORK, every=1000), 2, ("diloco",))[0].bound_by == COMPUTING
+    slow = dataclasses.replace(NETWORK, client_per_s=50e6)
+    row = rows(Question(SPEC, slow, servers=8), 4, ("bsp",))[0]
+    assert (row.bound_by, row.iteration_s) == (CLIENT, pytest.approx(0.2 + 2 + 2 + 6 * 12.5e6 / COMBINE_PER_S))
+
+
+def test_sums_on_the_servers_bound_an_overlap_too() -> None:
+    """They are not hidden: with many members and fast links they are the largest part."""
+    fast = dataclasses.replace(NETWORK, worker_per_s=40e9, server_per_s=400e9, client_per_s=40e9)
+    found = rows(Question(LAYERED, fast, servers=1), 40, ("bsp",))
+    assert [(row.overlap, row.bound_by) for row in found] == [
+        ("none", COMBINING),
+        ("forward", COMBINING),
+        ("both", COMBINING),
+    ]
+
+
+# 8 MB fully connected, behind 4 MB that are not; 30 and 60 ms for a sample.
+CONNECTED = make_spec(
+    {
+        "layers": [
+            {"bytes": 4 * MB, "forward_ms": 10, "backward_ms": 20},
+            {"bytes": 8 * MB, "forward_ms": 20, "backward_ms": 40, "kind": "fc", "inputs": 1000},
+        ],
+    },
+    "connected",
+)
+
+
+def test_a_mesh_by_hand() -> None:
+    """Four workers as two meshes of two: a half of all parameters to the servers, the other layer's between ranks."""
+    asked = Question(CONNECTED, NETWORK, servers=4, batch=100, mesh=2)
+    parts = parts_s(asked, "bsp", 4)
+    assert parts[COMPUTING] == pytest.approx(9.0)
+    assert parts[OWN_LINK] == pytest.approx(2 * 6e6 / 100e6 + 2 * 2e6 / 100e6)
+    assert parts[RANKS] == pytest.approx(2 * 100 * 1000 * 4 / 100e6)
+    assert parts[COMBINING] == pytest.approx((2 + 2) * 12e6 / 4 / COMBINE_PER_S)
+    row = rows(asked, 4, ("bsp",))[0]
+    assert (row.mesh, row.sent_bytes) == (2, pytest.approx(6e6 + 2 * 2e6 + 0.8e6))
+    assert row.server_bytes == (2 + 2) * 12 * MB
+    for scheme, workers in (("asp", 4), ("bsp", 3)):
+        with pytest.raises(InvalidArgumentError, match="can't be meshes of 2"):
+            rows(asked, workers, (scheme,))
+
+
+def test_meshes_are_rows_of_their_own() -> None:
+    """Of bsp, where layers are fully connected: as many ranks as are fastest, never more members than before."""
+    asked = Question(CONNECTED, NETWORK, servers=8)
+    found = [row for row in rows(asked, 96) if row.mesh > 1]
+    assert [(row.scheme, row.overlap != "none") for row in found] == [("bsp", False), ("bsp", True)]
+    assert found[1].iteration_s <= found[0].iteration_s
+    alone = next(row for row in rows(asked, 96, ("bsp",)) if row.mesh == 1)
+    assert found[0].iteration_s < alone.iteration_s
+    assert (alone.over_limit, found[0].over_limit) == (True, False)
+    best = {ranks: sum(parts_s(dataclasses.replace(asked, mesh=ranks), "bsp", 96).values()) for ranks in (2, 4, 48, 96)}
+    assert found[0].iteration_s <= min(best.values())
+    assert all(row.mesh == 1 for row in rows(Question(LAYERED, NETWORK, servers=8), 96))
+    assert all(row.mesh == 1 for row in rows(asked, 7, ("asp",)))
+    assert all(row.mesh == 1 for row in rows(asked, 1))
 
 
 def test_queueing() -> None:

@@ -43,19 +43,31 @@ def test_without_two_batches() -> None:
     assert spec.compute == Compute(0.0, 0.003)
 
 
-@pytest.mark.parametrize("told", [{"layers": LAYERS, "batch": 4}, {"bytes": 8, "compute_ms": {"1": 2, "4": 3}}])
+CONNECTED = {"parameters": 12, "forward_ms": 1, "kind": "fc", "inputs": 4}
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        {"layers": LAYERS, "batch": 4},
+        {"layers": [*LAYERS, CONNECTED], "batch": 4},
+        {"bytes": 8, "compute_ms": {"1": 2, "4": 3}},
+    ],
+)
 def test_json_is_read_again(told: dict[str, Any], tmp_path: Path) -> None:
     """What `smb plan --json` has under "spec" is a spec."""
     spec = make_spec(told, "again")
     file = tmp_path / "again.json"
     file.write_text(json.dumps(spec.to_json()))
     again = read_spec(file)
-    assert (again.name, again.batch, again.nbytes, again.by_layer) == (
+    assert (again.name, again.batch, again.nbytes, again.by_layer, again.inputs) == (
         spec.name,
         spec.batch,
         spec.nbytes,
         spec.by_layer,
+        spec.inputs,
     )
+    assert spec.inputs == ((0, 0, 4) if CONNECTED in told.get("layers", ()) else ())
     for batch in (1, 64):
         assert again.compute.seconds(batch) == pytest.approx(spec.compute.seconds(batch))
         assert [x.backward_s for x in again.layers_at(batch)] == pytest.approx(
@@ -103,6 +115,10 @@ def test_noise_makes_no_negative_part() -> None:
             "forward_ms of layer 1 must be a number of milliseconds, not -1",
         ),
         ({"layers": [{"bytes": 4}]}, "at least one layer must take time"),
+        ({"layers": [CONNECTED | {"kind": "conv"}]}, "kind of layer 1 must be \"fc\".* not 'conv'"),
+        ({"layers": [CONNECTED | {"inputs": 0}]}, "inputs of layer 1 must be the number of values"),
+        ({"layers": [{"bytes": 4, "forward_ms": 1, "kind": "fc"}]}, "inputs of layer 1 must be .* not None"),
+        ({"layers": [{"bytes": 4, "forward_ms": 1, "inputs": 4}]}, 'inputs of layer 1 needs kind = "fc"'),
         ({"layers": [{"bytes": 0, "forward_ms": 1}]}, "at least one layer must have parameters"),
     ],
 )
