@@ -7,23 +7,35 @@ from pathlib import Path
 import pytest
 
 from perf import published
+from smb.tools.plan.model import CLIENT, OWN_LINK
 
 ROOT = Path(__file__).parents[3]
 
 
-def test_the_page_has_what_the_model_says(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page_has_what_the_model_says() -> None:
     """Row by row."""
-    published.main()
     page = (ROOT / "perf/results/training-published.md").read_text()
-    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
-    assert len(rows) == 12
+    rows = [line for line in published.tables().splitlines() if line.startswith("|")]
+    assert len(rows) == 2 + 3 * len(published.FIGURES) + 2 + len(published.IPART_START_S)
     assert [row for row in rows if row not in page] == []
 
 
-def test_vgg_a_is_the_network() -> None:
-    """132.9 million parameters less biases, 15.2 GFLOP forward for an image (two for each product)."""
-    assert sum(nbytes for nbytes, _ in published.VGG_A) == pytest.approx(4 * 132.85e6, rel=1e-3)
-    assert sum(work for _, work in published.VGG_A) == pytest.approx(15.2e9, rel=2e-3)
+@pytest.mark.parametrize(
+    ("layers", "parameters", "operations"),
+    [(published.VGG_A, 132.86e6, 15.2e9), (published.OVERFEAT_FAST, 145.9e6, 5.6e9), (published.CD_DNN, 45.1e6, 90e6)],
+)
+def test_the_networks(layers: list[published.LayerCost], parameters: float, operations: float) -> None:
+    """Their sizes as published: parameters, and operations of an image's forward pass, two for each product."""
+    assert sum(nbytes for nbytes, _, _ in layers) == pytest.approx(4 * parameters, rel=2e-3)
+    assert sum(work for _, work, _ in layers) == pytest.approx(operations, rel=1e-2)
+
+
+def test_a_clients_limit_is_asked_for() -> None:
+    """With a process as slow as asked, every data parallel row is bound by it or by the link."""
+    slow = [each for each in published.scaling("1Gbit") if "1Gbit" in each.way and "mesh" not in each.way]
+    assert len(slow) == len(published.FIGURES)
+    assert {each.row.bound_by for each in slow} <= {CLIENT, OWN_LINK}
+    assert {each.figure.network for each in slow if each.row.bound_by == CLIENT} >= {"VGG-A", "CD-DNN"}
 
 
 def test_the_most_that_overlap_gives() -> None:
