@@ -1,4 +1,7 @@
-"""gRPC for Python over TCP, with raw bytes as messages: unary, and streamed in chunks of 1 MiB.
+"""gRPC for Python over TCP, with raw bytes as messages: unary, streamed in chunks of 1 MiB, and unary without copies.
+
+Without copies means outside of gRPC: a client sends bytes that it has made once, and the server keeps what came as it
+came. Only an accumulate makes an array of it, once.
 
 Limits on messages are lifted. A message holds at most 2 GiB less some bytes. The server has one thread for each client,
 and adds with numpy under one lock: the interpreter's lock lets no two go on at once but within numpy and gRPC's core.
@@ -33,6 +36,7 @@ class Store:
     def __init__(self, nbytes: int) -> None:
         self._array = zeros(nbytes // 4)
         self._bytes = memoryview(self._array).cast("B")
+        self._kept: bytes | None = None  # the contents, if they came whole and nothing was added since
         self._counter = 0
         self._lock = threading.Lock()
 
@@ -42,6 +46,25 @@ class Store:
 
     def read(self, _request: bytes, _: Any) -> bytes:
         return bytes(self._bytes)
+
+    def keep(self, request: bytes, _: Any) -> bytes:
+        with self._lock:
+            self._kept = request
+        return b""
+
+    def read_kept(self, _request: bytes, _: Any) -> bytes:
+        with self._lock:
+            if self._kept is None:
+                self._kept = bytes(self._bytes)
+            return self._kept
+
+    def accumulate_kept(self, request: bytes, _: Any) -> bytes:
+        with self._lock:
+            if self._kept is not None:
+                self._bytes[:] = self._kept
+                self._kept = None
+            self._array += np.frombuffer(request, np.float32)
+        return b""
 
     def accumulate(self, request: bytes, _: Any) -> bytes:
         with self._lock:
@@ -84,6 +107,9 @@ def serve(ready: Callable[[int], None], nbytes: int, clients: int) -> None:
         "read": grpc.unary_unary_rpc_method_handler(store.read),
         "accumulate": grpc.unary_unary_rpc_method_handler(store.accumulate),
         "fetch_add": grpc.unary_unary_rpc_method_handler(store.fetch_add),
+        "keep": grpc.unary_unary_rpc_method_handler(store.keep),
+        "read_kept": grpc.unary_unary_rpc_method_handler(store.read_kept),
+        "accumulate_kept": grpc.unary_unary_rpc_method_handler(store.accumulate_kept),
         "write_streamed": grpc.stream_unary_rpc_method_handler(store.write_streamed),
         "read_streamed": grpc.unary_stream_rpc_method_handler(store.read_streamed),
         "accumulate_streamed": grpc.stream_unary_rpc_method_handler(store.accumulate_streamed),
@@ -123,6 +149,28 @@ class Unary:
 
     def close(self) -> None:
         self._channel.close()
+
+
+class Uncopied(Unary):
+    """Messages that are made once for each array."""
+
+    def __init__(self, port: int, case: Case, client: int) -> None:
+        super().__init__(port, case, client)
+        self._write = self._channel.unary_unary("/Store/keep")
+        self._read = self._channel.unary_unary("/Store/read_kept")
+        self._accumulate = self._channel.unary_unary("/Store/accumulate_kept")
+        self._made: tuple[Array, bytes] | None = None
+
+    def write(self, source: Array) -> None:
+        self._write(self._message(source))
+
+    def accumulate(self, contribution: Array) -> None:
+        self._accumulate(self._message(contribution))
+
+    def _message(self, array: Array) -> bytes:
+        if self._made is None or self._made[0] is not array:
+            self._made = (array, array.tobytes())
+        return self._made[1]
 
 
 class Streamed(Unary):
@@ -170,6 +218,14 @@ class GrpcUnary(processes.Peer):
             return processes.measure(case, functools.partial(self.connect, port), pid)
 
 
+class GrpcUncopied(GrpcUnary):
+    name = "gRPC, unary, no copies"
+    connect = Uncopied
+
+    def takes(self, case: Case) -> bool:
+        return case.over_tcp and case.operation != FETCH_ADD
+
+
 class GrpcStreamed(GrpcUnary):
     name = "gRPC, streamed by 1 MiB"
     connect = Streamed
@@ -178,4 +234,4 @@ class GrpcStreamed(GrpcUnary):
         return case.over_tcp and case.operation != FETCH_ADD and case.nbytes > CHUNK_BYTES
 
 
-CONTENDERS = [GrpcUnary(), GrpcStreamed()]
+CONTENDERS = [GrpcUnary(), GrpcStreamed(), GrpcUncopied()]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 
+import numpy as np
 import pytest
 
 from perf.clients import SPAWN
@@ -35,6 +36,23 @@ def test_grpc_unary(operation):
     sample = measured(grpc_python.GrpcUnary(), Case(TCP, operation, nbytes, 1, SECONDS))
     assert sample.calls >= 3
     assert sample.server_cpu > 0
+
+
+@pytest.mark.parametrize("operation", [WRITE, READ, ACCUMULATE])
+def test_grpc_without_copies(operation):
+    sample = measured(grpc_python.GrpcUncopied(), Case(TCP, operation, 5 << 20, 1, SECONDS))
+    assert sample.calls >= 3
+
+
+def test_a_kept_message_is_what_is_read_and_added_to():
+    store = grpc_python.Store(8)
+    first, second = np.ones(2, np.float32), np.full(2, 3, np.float32)
+    store.keep(first.tobytes(), None)
+    store.accumulate_kept(second.tobytes(), None)
+    store.accumulate_kept(second.tobytes(), None)
+    assert store.read_kept(b"", None) == np.full(2, 7, np.float32).tobytes()
+    store.keep(second.tobytes(), None)
+    assert store.read_kept(b"", None) == second.tobytes()
 
 
 def test_grpc_streamed():
