@@ -124,8 +124,8 @@ def _plot(answer: Answer, path: Path) -> None:
 def _origin(command: str) -> str:
     machine = _machine()
     return (
-        f"`{command}` at {commit()}, on {machine['processor']}, {machine['cores']} cores, Linux {machine['kernel']}. "
-        f"Only ratios within one run travel."
+        f"`{command}` at {commit()}, on {machine['processor']}, {machine['cores']} cores, Linux {machine['kernel']}, "
+        f"with a load of {machine['load']:.1f} (the last 15 minutes). Only ratios within one run travel."
     )
 
 
@@ -135,4 +135,9 @@ def _machine() -> dict[str, Any]:
         if line.startswith("model name"):
             processor = line.partition(":")[2].strip()
             break
-    return {"processor": processor, "cores": len(os.sched_getaffinity(0)), "kernel": platform.release()}
+    return {
+        "processor": processor,
+        "cores": len(os.sched_getaffinity(0)),
+        "kernel": platform.release(),
+        "load": os.getloadavg()[2],
+    }

@@ -28,12 +28,12 @@ def _link_bytes(rate: str, seconds: float) -> int:
     return int(0.95 * parse_rate(rate) / 8 * seconds)
 
 
-def how_many(quick: bool) -> Answer:
+def how_many(quick: bool, rate: str = RATE) -> Answer:
     """1 to 8 servers: what one client and four clients reach together, beside bare sockets on the same links."""
     counts, clients, rounds, seconds = ((1, 8), (1,), 1, 0.5) if quick else ((1, 2, 4, 8), (1, 4), 3, 0.6)
     seen: dict[tuple[int, int, str], list[float]] = {}
     links: dict[tuple[int, str], list[float]] = {}
-    with Fleet([RATE] * SERVERS) as fleet:
+    with Fleet([rate] * SERVERS) as fleet:
         workers = [fleet.worker() for _ in range(max(clients))]
         bare = fleet.bare()
         for count in counts:
@@ -43,7 +43,7 @@ def how_many(quick: bool) -> Answer:
                 ask_all(workers, do="open", buffer=f"over{count}")
                 for operation in OPERATIONS:
                     names = fleet.names[:count]
-                    carried = links_per_second(bare, fleet, names, operation, _link_bytes(RATE, seconds))
+                    carried = links_per_second(bare, fleet, names, operation, _link_bytes(rate, seconds))
                     links.setdefault((count, operation), []).append(sum(carried))
                     for number in clients:
                         run = run_calls(fleet, workers[:number], operation, count * SERVER_BYTES, seconds)
@@ -81,7 +81,7 @@ def how_many(quick: bool) -> Answer:
         name="servers",
         title="Servers behind links of their own",
         setup=f"One buffer of {SERVER_BYTES // MIB} MiB for each server, moved whole by each call; "
-        f"{_LINKS.format(rate=RATE)}. Links' sum: bare sockets, one connection a link, all at once. Median of {rounds} "
+        f"{_LINKS.format(rate=rate)}. Links' sum: bare sockets, one connection a link, all at once. Median of {rounds} "
         f"rounds.",
         columns=(
             Column("operation", "operation"),

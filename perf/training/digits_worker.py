@@ -3,11 +3,12 @@ perf/training/worker.py does.
 
 {"do": "connect", "coordinator": "HOST:PORT", "count": 1}
 {"do": "load", "file": FILE.npz}                       the digits
-{"do": "join", "name": "NAME", "scheme": "r2sp", "settings": {...}, "seed": N, "stripe": "64KiB"}
-{"do": "train", "start": T, "steps": K, "batch": B, "sample_s": S, "lr": R, "seed": N, "keep": true}
+{"do": "join", "name": "NAME", "scheme": "r2sp", "settings": {...}, "seed": N, ...}    and options of smb.train.join
+{"do": "train", "start": T, "steps": K, "batch": B, "sample_s": S, "lr": R, "seed": N, "keep": true, "jitter": J}
     from time.monotonic() T on, K times: a step of SGD, on B samples or as many as the scheme says; sleep until S
-    seconds for each sample are over (never less than the step took); the scheme's step. With "keep" the model after
-    each is kept. -> iterations: [end of computing, end of exchange, samples, staleness]
+    seconds for each sample are over (never less than the step took); the scheme's step. With "jitter" a step's S is
+    multiplied by a random number of mean 1, log-normal with a sigma of J. With "keep" the model after each is kept.
+    -> iterations: [end of computing, end of exchange, samples, staleness]
 {"do": "losses"}                                       -> losses: of the models kept, over all training digits; accuracy
 {"do": "leave"}
 {"do": "delete"}                                       the group that all have left
@@ -40,18 +41,26 @@ class DigitsProcess(TrainingProcess):
         self._images, self._test_images = flat_images(self._digits)
         return {}
 
-    def join(self, name: str, scheme: str, settings: dict[str, Any], seed: int, stripe: str) -> dict[str, Any]:
+    def join(self, name: str, scheme: str, settings: dict[str, Any], seed: int, **options: Any) -> dict[str, Any]:
         self._name = name
         self._values = initial_values(seed)
         self._network = Network(self._values)
         rule = smb.train.SCHEMES[scheme](**settings)
-        self._worker = smb.train.join(self._client, name, self._values, rule, lease=LEASE_S, stripe=stripe)
+        self._worker = smb.train.join(self._client, name, self._values, rule, lease=LEASE_S, **options)
         self._kept: list[Values] = []
         self._network.step(self._images[:1], self._digits.train_labels[:1], 0.0)  # first touches
         return {}
 
     def train(
-        self, start: float, steps: int, batch: int, sample_s: float, lr: float, seed: int, keep: bool
+        self,
+        start: float,
+        steps: int,
+        batch: int,
+        sample_s: float,
+        lr: float,
+        seed: int,
+        keep: bool,
+        jitter: float = 0.0,
     ) -> dict[str, Any]:
         random, labels, member = np.random.default_rng(seed), self._digits.train_labels, self._worker.group.member
         if keep:
@@ -63,7 +72,8 @@ class DigitsProcess(TrainingProcess):
             samples = self._worker.batch_size or batch
             chosen = random.integers(len(labels), size=samples)
             self._network.step(self._images[chosen], labels[chosen], lr * self._worker.gradient_scale)
-            time.sleep(max(0.0, began + samples * sample_s - time.monotonic()))
+            spread = random.lognormal(-(jitter**2) / 2, jitter) if jitter else 1.0
+            time.sleep(max(0.0, began + samples * sample_s * spread - time.monotonic()))
             computed = time.monotonic()
             self._worker.step(samples=samples)
             iterations.append((computed, time.monotonic(), samples, member.get(table.STALENESS)))

@@ -73,6 +73,20 @@ def behind_the_passes(quick: bool) -> Answer:
 
 def rows_of(workers: list[Any], model: str, scheme: str, rate: str, overlaps: Sequence[str]) -> list[dict[str, Any]]:
     """Return a row for each overlap, one run after the other."""
+    found = runs_of(workers, model, scheme, rate, overlaps)
+    base, plan = found[0], found[-1]["plan"]
+    for row in found:
+        own = row.pop("plan") or {**plan, "predicted": plan["without"]}
+        row["passes_ms"] = 1e3 * own["passes"]
+        row["bound_ms"] = 1e3 * own["bound"]
+        row["predicted_ms"] = 1e3 * own["predicted"]
+        row["error"] = 100 * (row["predicted_ms"] / row["measured_ms"] - 1)
+        row["factor"] = base["measured_ms"] / row["measured_ms"]
+    return found
+
+
+def runs_of(workers: list[Any], model: str, scheme: str, rate: str, overlaps: Sequence[str]) -> list[dict[str, Any]]:
+    """Return for each overlap what was measured, and the first worker's plan."""
     found = []
     for overlap in overlaps:
         ask_all(workers, do="join", name="run", model=model, scheme=scheme, overlap=overlap)
@@ -94,12 +108,4 @@ def rows_of(workers: list[Any], model: str, scheme: str, rate: str, overlaps: Se
                 "plan": plan,
             }
         )
-    base, plan = found[0], found[-1]["plan"]
-    for row in found:
-        own = row.pop("plan") or {**plan, "predicted": plan["without"]}
-        row["passes_ms"] = 1e3 * own["passes"]
-        row["bound_ms"] = 1e3 * own["bound"]
-        row["predicted_ms"] = 1e3 * own["predicted"]
-        row["error"] = 100 * (row["predicted_ms"] / row["measured_ms"] - 1)
-        row["factor"] = base["measured_ms"] / row["measured_ms"]
     return found

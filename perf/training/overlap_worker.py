@@ -1,14 +1,17 @@
 """A training process that trains a real network by smb.torch.join(overlap=). Requests as in perf.training.worker:
 
-{"do": "join", "name": "NAME", "model": "transformer" or "cnn", "scheme": "asp", "overlap": "both"}    -> parameters
+{"do": "join", "name": "NAME", "model": "cnn", "scheme": "asp", "overlap": "both"}    -> parameters
+    model: "transformer", "cnn" or "sleeping", whose layers sleep in place of computing
 {"do": "train", "steps": K, "start": T}    K steps from time.monotonic() T on
-    -> seconds: of each step; plan: None, or what it was, what was predicted with it and without overlap, and the bound
+    -> seconds: of each step; plan: None, or what it was, what was predicted with it and without overlap, the bound, and
+    what the plan was made from
 """
 
 from __future__ import annotations
 
 import itertools
 import time
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -17,6 +20,7 @@ from torch import nn
 import smb.torch
 from perf.scaling.worker import answer_requests
 from perf.training.worker import TrainingProcess
+from smb.overlap.plan import ExchangePlan
 from smb.train.partition import bound_s
 
 TOKENS, LENGTH = 1000, 32
@@ -47,9 +51,44 @@ def cnn() -> nn.Module:
     )  # fmt: skip
 
 
+SLEEPING = tuple((100_000, seconds) for seconds in (0.01, 0.02, 0.02, 0.04, 0.04, 0.07))
+"""Parameters of each layer, and seconds of its forward pass; backward takes twice as long."""
+
+
+class _Sleep(torch.autograd.Function):
+    """Passes on what it is given; its weights' gradient is zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: torch.Tensor, weights: torch.Tensor, seconds: float) -> torch.Tensor:
+        ctx.count, ctx.seconds = weights.numel(), seconds
+        time.sleep(seconds)
+        return inputs.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        time.sleep(2 * ctx.seconds)
+        return gradient, torch.zeros(ctx.count), None
+
+
+class SleepingLayer(nn.Module):
+    """Parameters, and a sleep in both passes."""
+
+    def __init__(self, parameters: int, forward_s: float) -> None:
+        super().__init__()
+        self.weights = nn.Parameter(torch.zeros(parameters))
+        self._forward_s = forward_s
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Return the inputs."""
+        return _Sleep.apply(inputs, self.weights, self._forward_s)  # type: ignore[no-any-return, no-untyped-call]
+
+
 def made(model: str) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
     """Return a network, inputs and goals."""
     torch.manual_seed(0)
+    if model == "sleeping":
+        inputs = torch.randn(4, 10, requires_grad=True)
+        return nn.Sequential(*(SleepingLayer(*each) for each in SLEEPING)), inputs, torch.randint(10, (4,))
     if model == "cnn":
         return cnn(), torch.randn(24, 3, 32, 32), torch.randint(10, (24,))
     tokens = torch.randint(TOKENS, (16, LENGTH + 1))
@@ -61,6 +100,15 @@ def step(network: nn.Module, optimizer: torch.optim.Optimizer, inputs: torch.Ten
     loss = nn.functional.cross_entropy(network(inputs).flatten(0, -2), goals)
     loss.backward()  # type: ignore[no-untyped-call]
     optimizer.step()
+
+
+def closing_s(plan: ExchangePlan) -> float:
+    """Return the seconds from a round's last push to its first pull that a plan was made with; 0 without rounds."""
+    if plan.without.schedule != "none":
+        return 0.0
+    nbytes, channel = sum(layer.nbytes for layer in plan.layers), plan.channel
+    moving_s = 2 * channel.start_s + nbytes / channel.push_per_s + nbytes / channel.pull_per_s
+    return max(0.0, plan.without.exposed_s - moving_s)
 
 
 class OverlappedProcess(TrainingProcess):
@@ -99,6 +147,10 @@ class OverlappedProcess(TrainingProcess):
             "without": plan.without.iteration_s,
             "bound": bound_s(plan.layers, plan.channel, self._shared.scheme.traits.way),
             "passes": plan.chosen.iteration_s - plan.chosen.exposed_s,
+            "chosen": asdict(plan.chosen),
+            "layers": [asdict(layer) for layer in plan.layers],
+            "channel": asdict(plan.channel),
+            "closing": closing_s(plan),
         }
 
     def leave(self) -> dict[str, Any]:

@@ -12,11 +12,12 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from perf.netlab import parse_rate
 from perf.scaling.fleet import LEAD_S, Fleet, Process, ask_all, links_per_second
 from perf.scaling.report import Answer, Column
 from perf.training.digits import SIZE
@@ -36,23 +37,28 @@ ADAPTIVE = "R2SP, batches by speed"
 BALANCE = "balance"
 POINTS = {BALANCE: 1.0, "network-bound": 0.25, "compute-bound": 3.0}
 SPEEDS = (1.0, 1.0, 0.5, 0.25)  # of the unequal workers
+JITTER = 0.5  # sigma of the log-normal factor on a step's computing, of mean 1
 TIME_GOAL, ITERATION_GOAL = 0.8, 1.3
 
 
 @dataclass(frozen=True)
 class Case:
-    """A scheme at a point. `slowness`: each worker's time for a sample, times the usual."""
+    """A scheme at a point. `slowness`: each worker's time for a sample, times the usual. `jitter`: of each step's.
+    `computing`: another ratio than the point's.
+    """
 
     point: str
     title: str
     scheme: str
     settings: dict[str, Any] = field(default_factory=dict)
     slowness: tuple[float, ...] = (1.0,) * WORKERS
+    jitter: float = 0.0
+    computing: float | None = None
 
     @property
     def ratio(self) -> float:
         """Computing, by the time that all workers' updates take over the link."""
-        return POINTS.get(self.point, 1.0)
+        return POINTS.get(self.point, 1.0) if self.computing is None else self.computing
 
     @property
     def lr(self) -> float:
@@ -88,9 +94,9 @@ class Run:
         return [statistics.fmean(self.losses[at - 2 : at + 1]) for at in range(2, len(self.losses))]
 
 
-def common_loss(runs: Iterable[Run]) -> float:
-    """The loss to which runs are timed: TARGET, or, where one of them stopped before that, what all of them reached."""
-    return max(TARGET, *(run.least_loss for run in runs))
+def common_loss(runs: Iterable[Run], target: float = TARGET) -> float:
+    """The loss to which runs are timed: target, or, where one of them stopped before that, what all of them reached."""
+    return max(target, *(run.least_loss for run in runs))
 
 
 _SCHEMES = (
@@ -102,35 +108,38 @@ _SCHEMES = (
 _SLOWNESS = tuple(1 / speed for speed in SPEEDS)
 CASES = (
     *(replace(scheme, point=point) for point in POINTS for scheme in _SCHEMES),
+    *(replace(scheme, point="jitter", jitter=JITTER) for scheme in _SCHEMES),
     Case("unequal", "BSP", "bsp", {}, _SLOWNESS),
     Case("unequal", "R2SP", "r2sp", {}, _SLOWNESS),
     Case("unequal", ADAPTIVE, "r2sp", {"batch_size": BATCH}, _SLOWNESS),
 )
 
 
-def how_even(quick: bool) -> Answer:
-    """Four workers, four schemes, at and off the balance of computing and sending; unequal workers."""
+def how_even(
+    quick: bool, rate: str = RATE, cases: Sequence[Case] = CASES, target: float = TARGET, steps: int = STEPS
+) -> Answer:
+    """Four workers, four schemes, at and off the balance of computing and sending; jitter; unequal workers."""
     from smb.tools.demo.digits import load_digits
 
     os.environ["OPENBLAS_NUM_THREADS"] = "1"  # of the workers: as many as there are share the cores
     runs: dict[tuple[str, str], tuple[Case, list[Run]]] = {}
-    with tempfile.TemporaryDirectory() as directory, Fleet([RATE]) as fleet:
+    with tempfile.TemporaryDirectory() as directory, Fleet([rate]) as fleet:
         file = Path(directory) / "digits.npz"
         load_digits().save(file)
-        link = links_per_second(fleet.bare(), fleet, fleet.names, "write", 40 << 20)[0]
+        link = links_per_second(fleet.bare(), fleet, fleet.names, "write", int(0.8 * parse_rate(rate) / 8))[0]
         send_s = 4 * SIZE / link
         workers = [fleet.worker(module="perf.training.digits_worker") for _ in range(WORKERS)]
         ask_all(workers, do="load", file=str(file))
-        for point in dict.fromkeys(case.point for case in CASES):
-            chosen = [case for case in CASES if case.point == point]
+        for point in dict.fromkeys(case.point for case in cases):
+            chosen = [case for case in cases if case.point == point]
             for seed in SEEDS if point == BALANCE and not quick else SEEDS[:1]:
-                found = [_run(workers, case, seed, send_s, STEPS // 4 if quick else STEPS) for case in chosen]
+                found = [train(workers, case, seed, send_s, steps // 4 if quick else steps) for case in chosen]
                 for case, run in zip(chosen, found, strict=True):
                     runs.setdefault((point, case.title), (case, []))[1].append(run)
                     told = f"{1e3 * run.iteration_s:.0f} ms, loss {run.losses[-1]:.3f} after {run.times_s[-1]:.1f} s"
                     print(f"{point}, {case.title}, {seed}: {told}, accuracy {run.accuracy:.3f}", flush=True)
     goals = {
-        point: common_loss(run for case, found in runs.values() if case.point == point for run in found)
+        point: common_loss((run for case, found in runs.values() if case.point == point for run in found), target)
         for point in dict.fromkeys(case.point for case, _ in runs.values())
     }
     rows = [_row(case, found, send_s, goals[case.point]) for case, found in runs.values()]
@@ -141,7 +150,7 @@ def how_even(quick: bool) -> Answer:
     return Answer(
         name="r2sp",
         title="R2SP beside BSP, ASP and SSP: gaps between updates, and time to a loss",
-        setup=_setup(link, send_s),
+        setup=_setup(rate, link, send_s, target, steps),
         columns=(
             Column("point", "point"),
             Column("scheme", "scheme"),
@@ -159,7 +168,7 @@ def how_even(quick: bool) -> Answer:
             Column("batches", "batches"),
         ),
         rows=rows,
-        limit=_limit(rows),
+        limit=_limit(rows) if cases is CASES else "",
         also={
             "link_bytes_per_second": link,
             "goals": {"times_bsp": TIME_GOAL, "iterations": ITERATION_GOAL},
@@ -173,9 +182,17 @@ def how_even(quick: bool) -> Answer:
     )
 
 
-def _run(workers: list[Process], case: Case, seed: int, send_s: float, steps: int) -> Run:
-    """Let the workers train together, from the seed's model, each with samples of its own."""
+def train(
+    workers: list[Process],
+    case: Case,
+    seed: int,
+    send_s: float,
+    steps: int,
+    servers: Sequence[str] | None = None,
+) -> Run:
+    """Let the workers train together, from the seed's model, each with samples of its own; on these servers, or all."""
     joining = {"name": "run", "scheme": case.scheme, "settings": case.settings, "seed": seed, "stripe": STRIPE}
+    joining |= {"servers": servers} if servers else {}
     for worker in workers:
         worker.ask(do="join", **joining)
     sample_s = case.ratio * WORKERS * send_s / BATCH
@@ -183,7 +200,7 @@ def _run(workers: list[Process], case: Case, seed: int, send_s: float, steps: in
     for number, (worker, slowness) in enumerate(zip(workers, case.slowness, strict=True)):
         worker.tell(
             do="train", start=start, steps=steps, batch=BATCH, sample_s=slowness * sample_s, lr=case.lr,
-            seed=1000 * seed + number, keep=number == 0,
+            seed=1000 * seed + number, keep=number == 0, jitter=case.jitter,
         )  # fmt: skip
     iterations = [worker.answer()["iterations"] for worker in workers]
     judged = workers[0].ask(do="losses")
@@ -222,9 +239,9 @@ def _row(case: Case, runs: list[Run], send_s: float, goal: float) -> dict[str, A
         "batches": ", ".join(f"{size:.0f}" for size in runs[0].batches),
         "runs": len(runs),
     }
-    if case.scheme == "bsp":
+    if case.scheme == "bsp" and not case.jitter:
         row["predicted_ms"] = 1e3 * (slowest_s + 2 * WORKERS * send_s)
-    if case.scheme == "r2sp":
+    if case.scheme == "r2sp" and not case.jitter:
         row["predicted_ms"] = 1e3 * max(slowest_s + 2 * send_s, WORKERS * send_s)
     times = [time_s for run in runs if (time_s := run.reached_s(goal)) is not None]  # all: goal is common
     return row | {"loss": goal, "reached_s": statistics.median(times)}
@@ -238,22 +255,23 @@ def _staleness(run: Run) -> list[int]:
     return run.staleness
 
 
-def _setup(link: float, send_s: float) -> str:
+def _setup(rate: str, link: float, send_s: float, target: float, steps: int) -> str:
     speeds = ", ".join(f"{speed:g}" for speed in SPEEDS)
     return " ".join(
         (
             f"{WORKERS} workers train a network of {SIZE:,} parameters ({4 * SIZE / 1e6:.1f} MB) on handwritten",
-            f"digits, {BATCH} samples a step, plain SGD, {STEPS} steps each. One memory server behind a link of its",
-            f"own (tc tbf, {RATE}, both directions, headers counted; bare sockets carry {link / 1e6:.1f} MB/s over it:",
+            f"digits, {BATCH} samples a step, plain SGD, {steps} steps each. One memory server behind a link of its",
+            f"own (tc tbf, {rate}, both directions, headers counted; bare sockets carry {link / 1e6:.1f} MB/s over it:",
             f"S/W = {1e3 * send_s:.1f} ms), workers without a limit, all on this one machine. Gradients are real;",
             "computing is made as long as the column says by a sleep. At the balance it takes as long as sending all",
             f"workers' updates, N S/W; off it {POINTS['network-bound']:g} and {POINTS['compute-bound']:g} times that.",
+            f"Jitter: a step's computing, as at the balance, times a log-normal number of mean 1 and sigma {JITTER:g}.",
             f"Unequal: workers of speeds {speeds}, computing as at the balance for the fastest. Local steps of rate",
             f"{LR}; BSP, which takes the mean of what the others add up, {LR * WORKERS:g}: the same for each sample.",
             f"At the balance the median of {len(SEEDS)} runs with other models and samples, elsewhere one run; the",
-            f"loss is over all training digits, mean of three steps, and the time is that to {TARGET}, or where a run",
-            "stopped before it, to the least loss that all runs of the point reached. A gap is between the ends of two",
-            f"exchanges of any workers; gaps and staleness after {WARMUP} steps and while all are at work. Model:",
+            f"loss is over all training digits, mean of three steps, and the time is that to {target:g}, or where a",
+            "run stopped before it, to the least loss that all runs of the point reached. A gap is between the ends of",
+            f"two exchanges of any workers; gaps and staleness after {WARMUP} steps and while all are at work. Model:",
             "BSP C + 2 N S/W, R2SP max(C + 2 S/W, N S/W), C the slowest worker's.",
         )
     )
@@ -281,7 +299,8 @@ def _limit(rows: list[dict[str, Any]]) -> str:
         text += (
             f"Bound by the network it is {times('network-bound', 'R2SP')} ({ssp}: {times('network-bound', ssp)}), a "
             f"turn with its hand-over taking {network['gap_ms']:.1f} ms; bound by computing "
-            f"{times('compute-bound', 'R2SP')}. In strict rotation the slowest worker sets the pace, as in BSP: "
+            f"{times('compute-bound', 'R2SP')}; with jitter {times('jitter', 'R2SP')} (ASP: {times('jitter', 'ASP')}, "
+            f"{ssp}: {times('jitter', ssp)}). In strict rotation the slowest worker sets the pace, as in BSP: "
             f"unequal workers reach the loss in {times('unequal', 'R2SP')} of BSP's time. Batches by speed make their "
             f"iterations {plain['iteration_ms'] / adaptive['iteration_ms']:.2f} times as fast (the goal was "
             f"{ITERATION_GOAL}), and they reach it in {times('unequal', ADAPTIVE)}."

@@ -8,12 +8,19 @@ hides behind computing.
 from __future__ import annotations
 
 import json
+import math
+import os
+import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from perf.netlab import parse_rate
 from perf.scaling.fleet import Fleet, Process, ask_all, links_per_second, started_together
 from perf.scaling.report import Answer, Column, Line
+from perf.training import r2sp
+from perf.training.digits import SIZE
 
 RATE = "1gbit"  # eight of them, in one direction at a time, are what two cores move
 PAYLOAD = 0.95  # of a link's rate, the rest is headers
@@ -23,9 +30,10 @@ ALPHA = 0.2  # the paper's, and exchanges after every step
 # Seconds of computing for each second that all workers' accumulates take over one server's link. An eighth is bound by
 # communication up to 8 servers, where the two are equal; 1 is where one server's accumulates are just hidden.
 BOUND, BALANCED = 1 / 8, 1.0
+RATIOS = (BOUND, 0.5, 0.71, BALANCED, 2.0)
 GOAL = 2.4
 MEASURE_S = 10.0  # about so many seconds of iterations, two of them at least
-BALANCED_TOO = ("ResNet-50",)
+WHOLE_CURVE = ("ResNet-50",)  # at all ratios
 TOLERANCE = 1e-5
 
 
@@ -58,30 +66,89 @@ NETWORKS = (
 def how_many_servers(quick: bool) -> Answer:
     """1 to 8 servers, five networks, four workers: seconds for an iteration."""
     networks = NETWORKS[:1] if quick else NETWORKS
-    capacity = 2 * max(network.nbytes for network in networks)
-    rows: list[dict[str, Any]] = []
-    link = 0.0
-    for count in SERVERS[::3] if quick else SERVERS:
-        with Fleet([RATE] * count, capacity=f"{capacity // count + (64 << 20)}") as fleet:
-            workers = [fleet.worker(module="perf.training.worker") for _ in range(WORKERS)]
-            for network in reversed(networks):
-                _join(fleet, workers, network)
-                if not link:
-                    link = links_per_second(fleet.bare(), fleet, fleet.names[:1], "write", 100 << 20)[0]
-                for ratio in (BOUND, BALANCED) if network.name in BALANCED_TOO else (BOUND,):
-                    rows.append(_measure(fleet, workers, network, ratio, link))
-                    print(json.dumps(rows[-1]), flush=True)
-                ask_all(workers, do="leave")
-                workers[0].ask(do="delete")
+    rows, link = measured(RATE, networks, SERVERS[::3] if quick else SERVERS, MEASURE_S)
     order = {network.name: place for place, network in enumerate(networks)}
     return answer_of(sorted(rows, key=lambda row: (row["ratio"], order[row["network"]], row["servers"])), link)
 
 
-def answer_of(rows: list[dict[str, Any]], link: float) -> Answer:
-    """Return what the measurements say; `link` is what bare sockets carry over one link, bytes per second."""
+def measured(
+    rate: str, networks: Sequence[Network], servers: Sequence[int], measure_s: float
+) -> tuple[list[dict[str, Any]], float]:
+    """Return a row for each number of servers, network and ratio, and the bytes a second of a link of that rate."""
+    capacity = 2 * max(network.nbytes for network in networks)
+    rows: list[dict[str, Any]] = []
+    link = 0.0
+    for count in servers:
+        with Fleet([rate] * count, capacity=f"{capacity // count + (64 << 20)}") as fleet:
+            workers = [fleet.worker(module="perf.training.worker") for _ in range(WORKERS)]
+            link = link or link_of(fleet, rate)
+            for network in reversed(networks):
+                ratios = RATIOS if network.name in WHOLE_CURVE else (BOUND,)
+                rows += curve(fleet, workers, count, network, ratios, rate, link, measure_s)
+    add_times(rows)
+    return rows, link
+
+
+def link_of(fleet: Fleet, rate: str) -> float:
+    """Return the bytes a second that bare sockets carry over one of the fleet's links. Blocks most of a second."""
+    return links_per_second(fleet.bare(), fleet, fleet.names[:1], "write", int(0.8 * parse_rate(rate) / 8))[0]
+
+
+def curve(
+    fleet: Fleet,
+    workers: list[Process],
+    count: int,
+    network: Network,
+    ratios: Sequence[float],
+    rate: str,
+    link: float,
+    measure_s: float,
+) -> list[dict[str, Any]]:
+    """Train on the fleet's first `count` servers; return a row for each ratio."""
+    rows = []
+    _join(fleet.names[:count], workers, network)
+    for ratio in ratios:
+        rows.append(_measure(count, workers, network, ratio, rate, link, measure_s))
+        print(json.dumps(rows[-1]), flush=True)
+    ask_all(workers, do="leave")
+    workers[0].ask(do="delete")
+    return rows
+
+
+def add_times(rows: Sequence[dict[str, Any]]) -> None:
+    """Say in each row how many times as fast it is as the one of one server."""
     for row in rows:
         one = next(r for r in rows if (r["network"], r["ratio"], r["servers"]) == (row["network"], row["ratio"], 1))
         row["times_one"] = one["iteration_s"] / row["iteration_s"]
+
+
+def to_a_loss(fleet: Fleet, rate: str, servers: Sequence[int], ratio: float, steps: int) -> list[tuple[float, float]]:
+    """Train the digits' network by SEASGD with four workers, on so many of the fleet's servers.
+
+    Returns for each number the seconds after which a loss was reached, and the loss: the least that all runs reached.
+    Computing is `ratio` times the time that all workers' accumulates take over one link.
+    """
+    from smb.tools.demo.digits import load_digits
+
+    os.environ["OPENBLAS_NUM_THREADS"] = "1"  # of the workers: they share the cores
+    send_s = 4 * SIZE / (PAYLOAD * parse_rate(rate) / 8)
+    case = r2sp.Case(r2sp.BALANCE, "SEASGD", "seasgd", {"alpha": ALPHA, "every": 1}, computing=ratio)
+    runs = []
+    with tempfile.TemporaryDirectory() as directory:
+        file = Path(directory) / "digits.npz"
+        load_digits().save(file)
+        workers = [fleet.worker(module="perf.training.digits_worker") for _ in range(WORKERS)]
+        ask_all(workers, do="load", file=str(file))
+        for count in servers:
+            run = r2sp.train(workers, case, 1, send_s, steps, servers=fleet.names[:count])
+            print(f"{count} servers: {1e3 * run.iteration_s:.0f} ms, loss {run.losses[-1]:.3f}", flush=True)
+            runs.append(run)
+    loss = max(run.least_loss for run in runs)
+    return [(run.reached_s(loss) or math.inf, loss) for run in runs]
+
+
+def answer_of(rows: list[dict[str, Any]], link: float) -> Answer:
+    """Return what the measurements say; `link` is what bare sockets carry over one link, bytes per second."""
     bound = [row for row in rows if row["ratio"] == BOUND]
     servers = max(row["servers"] for row in rows)
     most = [row for row in bound if row["servers"] == servers]
@@ -92,12 +159,10 @@ def answer_of(rows: list[dict[str, Any]], link: float) -> Answer:
         "link carries all of that: the time goes down as links are added, until computing, which the accumulate hides "
         "behind, is as long as the accumulate. From there on only the read gets shorter."
     )
-    balanced = [row for row in rows if row["ratio"] == BALANCED]
-    if balanced:
-        limit += (
-            f" With computing as long as one server's accumulates the factor is {balanced[-1]['times_one']:.2f}: an "
-            "iteration is computing and reading then, and only reading gets faster."
-        )
+    longer = [row for row in rows if row["ratio"] != BOUND and row["servers"] == servers]
+    if longer:
+        told = ", ".join(f"{row['times_one']:.2f} at {row['ratio']:g}" for row in longer)
+        limit += f" Computing that takes longer, by one server's accumulates, leaves {told}: computing gets no faster."
     return Answer(
         name="seasgd",
         title="SEASGD on 1 to 8 memory servers: time of an iteration",
@@ -138,23 +203,26 @@ def answer_of(rows: list[dict[str, Any]], link: float) -> Answer:
     )
 
 
-def _join(fleet: Fleet, workers: list[Process], network: Network) -> None:
+def _join(servers: Sequence[str], workers: list[Process], network: Network) -> None:
     for number, worker in enumerate(workers):
         settings = {"alpha": ALPHA, "every": 1}
-        joined = worker.ask(do="join", name="run", elements=network.parameters, scheme="seasgd", settings=settings)
-        if joined["servers"] != len(fleet.names):
-            raise RuntimeError(f"parameters lie on {joined['servers']} servers, not on all {len(fleet.names)}")
+        joined = worker.ask(
+            do="join", name="run", elements=network.parameters, scheme="seasgd", settings=settings, servers=servers
+        )
+        if joined["servers"] != len(servers):
+            raise RuntimeError(f"parameters lie on {joined['servers']} servers, not on all {len(servers)}")
         worker.ask(do="compute", value=number + 1.0)
 
 
-def _measure(fleet: Fleet, workers: list[Process], network: Network, ratio: float, link: float) -> dict[str, Any]:
-    """Let the workers train together on all of the fleet's servers, and check that no byte was lost."""
-    count = len(fleet.names)
-    alone_s = WORKERS * network.nbytes / (PAYLOAD * parse_rate(RATE) / 8)  # all accumulates, or reads, over one link
+def _measure(
+    count: int, workers: list[Process], network: Network, ratio: float, rate: str, link: float, measure_s: float
+) -> dict[str, Any]:
+    """Let the workers train together on so many servers, and check that no byte was lost."""
+    alone_s = WORKERS * network.nbytes / (PAYLOAD * parse_rate(rate) / 8)  # all accumulates, or reads, over one link
     compute_s = ratio * alone_s
     links_s = WORKERS * network.nbytes / (link * count)  # the same over all links, at their bare rate
     in_step_s = max(compute_s, links_s) + links_s
-    steps = max(2, min(20, round(MEASURE_S / in_step_s)))
+    steps = max(2, min(20, round(measure_s / in_step_s)))
     # Every iteration is whole: the first one's read begins at the start, the last one's addition ends with the
     # flush.
     answers = started_together(workers, do="train", steps=steps, compute_s=compute_s)

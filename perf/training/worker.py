@@ -1,9 +1,9 @@
 """A training process of an experiment: takes a request a line on stdin, {"do": NAME, ARGUMENT: ...} as JSON, and
 answers each by a line on stdout.
 
-{"do": "connect", "coordinator": "HOST:PORT", "count": 1}
-{"do": "join", "name": "NAME", "elements": N, "scheme": "seasgd", "settings": {...}, "wire": "exact"}
-    -> servers, seconds
+{"do": "connect", "coordinator": "HOST:PORT", "count": 1, "transport": "tcp"}
+{"do": "join", "name": "NAME", "elements": N, "scheme": "seasgd", "settings": {...}, ...}
+    and options of smb.train.join -> servers, transports, seconds
 {"do": "compute", "value": V}                    adds V to every parameter: a local step that can be added up afterwards
 {"do": "train", "steps": K, "start": T, "compute_s": S}
     from time.monotonic() T on, K times: the scheme's step, then S seconds of sleep in place of computing; then flush
@@ -34,9 +34,9 @@ class TrainingProcess:
     _worker: smb.train.Worker
     _name: str
 
-    def connect(self, coordinator: str, count: int = 1) -> dict[str, Any]:
+    def connect(self, coordinator: str, count: int = 1, transport: str = "tcp") -> dict[str, Any]:
         assert count == 1
-        self._client = smb.connect(coordinator, transport="tcp", timeout=TIMEOUT_S)
+        self._client = smb.connect(coordinator, transport=transport, timeout=TIMEOUT_S)
         return {}
 
     def leave(self) -> dict[str, Any]:
@@ -52,18 +52,16 @@ class TrainingProcess:
 class SleepingProcess(TrainingProcess):
     """Adds to its parameters, and sleeps in place of computing."""
 
-    def join(
-        self, name: str, elements: int, scheme: str, settings: dict[str, Any], wire: str = "exact"
-    ) -> dict[str, Any]:
+    def join(self, name: str, elements: int, scheme: str, settings: dict[str, Any], **options: Any) -> dict[str, Any]:
         self._name = name
         self._values = np.zeros(elements, np.float32)
         began = time.monotonic()
-        self._worker = smb.train.join(
-            self._client, name, self._values, smb.train.scheme_of(scheme, settings), wire=wire
-        )
+        rule = smb.train.scheme_of(scheme, settings)
+        self._worker = smb.train.join(self._client, name, self._values, rule, **options)
         shared = self._client.open(name)
         return {
             "servers": len({segment.server for segment in shared.layout.segments}),
+            "transports": list(shared.transports),
             "seconds": time.monotonic() - began,
         }
 

@@ -299,7 +299,7 @@ def stored(name: str) -> list[list[str]]:
 def errors_of_rotation() -> list[float]:
     found = []
     for cells in stored("r2sp"):
-        if cells[0] == "unequal":
+        if cells[0] in ("jitter", "unequal"):
             continue
         asked = question(float(cells[2]) / 1e3, "400mbit", 301_066, 1)
         found.append(1e3 * predicted_s(asked, cells[1].split("(")[0].lower(), 4) / float(cells[3]) - 1)
