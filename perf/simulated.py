@@ -1,8 +1,9 @@
 """Steps of many workers that share the servers' links, simulated: `python -m perf.simulated`.
 
 smb.train.partition plans for one worker with a link of its own rate. Here N workers carry out such a plan at one time:
-each message of each worker takes the servers' links, and those that are under way share them fairly. That is what TCP
-does over one link, nearly. A worker's computing varies from step to step, if asked.
+each message of each worker takes the servers' links, and those that are under way share them: fairly, or as unequally
+as asked, since TCP's connections do not get equal shares of a link. A worker's computing varies from step to step, if
+asked.
 
 The inputs are the planner's own: its layers, and its predictions, which say how a step's exchange is cut. K servers of
 rate M are one link of K M, because a model is striped over all of them; a worker moves at most V in each direction.
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 import random
 import statistics
 from collections.abc import Callable, Iterable, Sequence
@@ -32,6 +34,7 @@ class Cluster:
     worker_per_s: bytes of parameters a second that one worker moves at most, in each direction; servers_per_s: all
     servers' links together. start_s, gap_s: as of smb.train.partition.Channel. closing_s: from the last push of a round
     to the first pull. jitter: sigma of the log-normal factor, of mean 1, on a worker's computing in each step.
+    inequality: sigma of the log-normal weight of each message's share; for workers whose own links are no limit.
     """
 
     workers: int
@@ -41,6 +44,16 @@ class Cluster:
     gap_s: float = 0.0
     closing_s: float = 0.0
     jitter: float = 0.0
+    inequality: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.inequality and self.worker_per_s < self.servers_per_s:
+            raise ValueError("shares are unequal only where the servers' links alone limit them")
+
+
+def _log_normal(generator: random.Random, sigma: float) -> float:
+    """Return a number of mean 1."""
+    return generator.lognormvariate(-sigma * sigma / 2, sigma) if sigma else 1.0
 
 
 class _Clock:
@@ -62,22 +75,32 @@ class _Clock:
 
 
 class _SharedLink:
-    """One direction of the servers' links: flows of one rate each, which is their fair share or a worker's most."""
+    """One direction of the servers' links: each flow has its weight's share of them, or a worker's most."""
 
     def __init__(self, clock: _Clock, cluster: Cluster) -> None:
         self._clock = clock
-        self._most, self._all = cluster.worker_per_s, cluster.servers_per_s
-        self._flows: list[tuple[float, int, Callback]] = []  # by what each will have been given when it is through
+        # Where shares are unequal, a worker's own link is no limit, whatever its weight.
+        self._most = math.inf if cluster.inequality else cluster.worker_per_s
+        self._all = cluster.servers_per_s
+        # Each by what a flow of weight 1 will have been given when it is through, and its weight.
+        self._flows: list[tuple[float, int, float, Callback]] = []
+        self._weights = 0.0
         self._numbers = itertools.count()
         self._given = self._since = 0.0
         self._turn = 0
 
     def rate(self) -> float:
+        """Return what a flow of weight 1 is given."""
+        return min(self._most, self._all / self._weights if self._flows else self._all)
+
+    def fair(self) -> float:
+        """Return a flow's share if all are equal."""
         return min(self._most, self._all / max(1, len(self._flows)))
 
-    def carry(self, nbytes: float, call: Callback) -> None:
+    def carry(self, nbytes: float, weight: float, call: Callback) -> None:
         self._go_on()
-        heapq.heappush(self._flows, (self._given + nbytes, next(self._numbers), call))
+        heapq.heappush(self._flows, (self._given + nbytes / weight, next(self._numbers), weight, call))
+        self._weights += weight
         self._plan()
 
     def _go_on(self) -> None:
@@ -94,7 +117,8 @@ class _SharedLink:
         if turn != self._turn:
             return  # flows came or went: another end is planned
         self._go_on()
-        _, _, call = heapq.heappop(self._flows)
+        _, _, _, call = heapq.heappop(self._flows)
+        self._weights = sum(flow[2] for flow in self._flows)  # no difference, which would leave a rounding error
         self._plan()
         call()
 
@@ -102,13 +126,16 @@ class _SharedLink:
 class _Sender:
     """A worker's messages in one direction: the earliest waiting one first, so many in flight, their bytes in turn."""
 
-    def __init__(self, clock: _Clock, link: _SharedLink, cluster: Cluster, many: int, *, fused: bool) -> None:
+    def __init__(
+        self, clock: _Clock, link: _SharedLink, cluster: Cluster, many: int, generator: random.Random, *, fused: bool
+    ) -> None:
         self._clock, self._link, self._cluster, self._many = clock, link, cluster, many
         self._fused = fused
         self._waiting: list[tuple[int, int, float, Callback]] = []
         self._numbers = itertools.count()
         self._in_flight = 0
         self._busy = False
+        self._random = generator
 
     def add(self, place: int, nbytes: float, there: Callback) -> None:
         heapq.heappush(self._waiting, (place, next(self._numbers), nbytes, there))
@@ -121,12 +148,13 @@ class _Sender:
         self._in_flight += 1
         _, _, nbytes, there = heapq.heappop(self._waiting)
         gap_s = self._cluster.gap_s
-        self._clock.after(gap_s, lambda: self._link.carry(nbytes, lambda: self._sent(nbytes, there)))
+        weight = _log_normal(self._random, self._cluster.inequality)
+        self._clock.after(gap_s, lambda: self._link.carry(nbytes, weight, lambda: self._sent(nbytes, there)))
 
     def _sent(self, nbytes: float, there: Callback) -> None:
         self._busy = False
         # The last chunk comes back when the server has it whole.
-        back_s = min(nbytes, CHUNK_BYTES) / self._link.rate() if self._fused else 0.0
+        back_s = min(nbytes, CHUNK_BYTES) / self._link.fair() if self._fused else 0.0
         self._clock.after(self._cluster.start_s - self._cluster.gap_s + back_s, lambda: self._there(there))
         self._go_on()
 
@@ -205,8 +233,7 @@ class _Worker:
 
     def begin(self) -> None:
         """A step begins with the backward pass, as the planner's does."""
-        sigma = self.cluster.jitter
-        self._factor = self.random.lognormvariate(-sigma * sigma / 2, sigma) if sigma else 1.0
+        self._factor = _log_normal(self.random, self.cluster.jitter)
         count = len(self.layers)
         cut = (self.plan.slice_bytes, self.plan.credit_bytes)
         behind_both = self.plan.overlap == "both"
@@ -326,8 +353,8 @@ def step_s(
     generator = random.Random(seed)
     workers = []
     for _ in range(cluster.workers):
-        pusher, puller = (_Sender(clock, link, cluster, many, fused=rounds is None) for link in (up, down))
         own = random.Random(generator.random())
+        pusher, puller = (_Sender(clock, link, cluster, many, own, fused=rounds is None) for link in (up, down))
         worker = _Worker(layers, plan, cluster, clock, pusher, puller, rounds, by_part, own, steps)
         workers.append(worker)
         clock.after(generator.random() * plan.iteration_s if apart else 0.0, worker.begin)
@@ -339,6 +366,26 @@ def step_s(
 def named(predictions: Iterable[Prediction], overlap: str, schedule: str) -> Prediction:
     """Return one of the planner's predictions."""
     return next(each for each in predictions if (each.overlap, each.schedule) == (overlap, schedule))
+
+
+def inequality_of(first_by_last: float, flows: int) -> float:
+    """Return the inequality with which, of so many equal transfers that begin together, the first one ends after this
+    part of the time of the last one, in the mean.
+    """
+
+    def part(sigma: float) -> float:
+        generator = random.Random(0)
+        parts = []
+        for _ in range(200):
+            weights = [generator.lognormvariate(0, sigma) for _ in range(flows)]
+            parts.append(sum(weights) / max(weights) / flows)  # the last one ends when all bytes are through
+        return statistics.fmean(parts)
+
+    low, high = 0.0, 3.0
+    for _ in range(20):
+        middle = (low + high) / 2
+        low, high = (middle, high) if part(middle) > first_by_last else (low, middle)
+    return low
 
 
 # ---- 72 workers, as iPart's

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
 import time
@@ -76,6 +77,7 @@ def rows_of(workers: list[Any], model: str, scheme: str, rate: str, overlaps: Se
     found = runs_of(workers, model, scheme, rate, overlaps)
     base, plan = found[0], found[-1]["plan"]
     for row in found:
+        del row["jitter"], row["computing_s"]  # passes that overlap wait for values, too
         own = row.pop("plan") or {**plan, "predicted": plan["without"]}
         row["passes_ms"] = 1e3 * own["passes"]
         row["bound_ms"] = 1e3 * own["bound"]
@@ -95,6 +97,7 @@ def runs_of(workers: list[Any], model: str, scheme: str, rate: str, overlaps: Se
         ask_all(workers, do="leave")
         workers[0].ask(do="delete")
         seconds = statistics.median(each for answer in answers for each in answer["seconds"][LEARNING:])
+        logs = [[math.log(each) for each in answer["computing"][1:]] for answer in answers]
         plan = answers[0]["plan"]
         found.append(
             {
@@ -106,6 +109,8 @@ def runs_of(workers: list[Any], model: str, scheme: str, rate: str, overlaps: Se
                 "picked": f"{plan['overlap']}, {plan['schedule']}" if plan else "",
                 "measured_ms": 1e3 * seconds,
                 "plan": plan,
+                "computing_s": statistics.fmean(each for answer in answers for each in answer["computing"][1:]),
+                "jitter": statistics.fmean(map(statistics.pstdev, logs)),
             }
         )
     return found

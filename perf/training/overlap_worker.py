@@ -3,8 +3,8 @@
 {"do": "join", "name": "NAME", "model": "cnn", "scheme": "asp", "overlap": "both"}    -> parameters
     model: "transformer", "cnn" or "sleeping", whose layers sleep in place of computing
 {"do": "train", "steps": K, "start": T}    K steps from time.monotonic() T on
-    -> seconds: of each step; plan: None, or what it was, what was predicted with it and without overlap, the bound, and
-    what the plan was made from
+    -> seconds: of each step; computing: seconds until its optimizer stepped; plan: None, or what it was, what was
+    predicted with it and without overlap, the bound, and what the plan was made from
 """
 
 from __future__ import annotations
@@ -118,6 +118,8 @@ class OverlappedProcess(TrainingProcess):
         self._name = name
         self._network, self._inputs, self._goals = made(model)
         self._optimizer = torch.optim.SGD(self._network.parameters(), lr=0.01, momentum=0.9)
+        self._computed: list[float] = []
+        self._optimizer.register_step_pre_hook(lambda *_: self._computed.append(time.perf_counter()))
         self._shared = smb.torch.join(
             self._network, self._optimizer, name, scheme=scheme, client=self._client, overlap=overlap
         )
@@ -132,6 +134,7 @@ class OverlappedProcess(TrainingProcess):
         self._shared.wait()
         return {
             "seconds": [after - before for before, after in itertools.pairwise(ends)],
+            "computing": [after - before for before, after in zip(ends, self._computed, strict=False)],
             "plan": self._plan(),
         }
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
+import statistics
 
 import pytest
 
-from perf.simulated import Cluster, named, resnet_50, rounds_of, step_s
+from perf.simulated import Cluster, inequality_of, named, resnet_50, rounds_of, step_s
 from smb.train.partition import Channel, Layer, predict
 from smb.train.traits import FUSED, ROUNDS
 
@@ -50,6 +51,26 @@ def test_workers_share_the_links() -> None:
     assert step_s(EVEN, without, ROUNDS, Cluster(4, LINK, LINK, 0.0)) == pytest.approx(2 + 2 * 4)
     assert step_s(EVEN, without, ROUNDS, Cluster(4, LINK, 4 * LINK, 0.0)) == pytest.approx(2 + 2)
     assert step_s(EVEN, without, ROUNDS, Cluster(4, LINK / 2, 4 * LINK, 0.0)) == pytest.approx(2 + 4)
+
+
+def test_unequal_shares() -> None:
+    """All bytes are through at the same moment as with equal shares, but the first flow ends sooner: who has its values
+    goes on. An inequality that others measured is found again.
+    """
+    without = named(plans(EVEN, ROUNDS), "none", "none")
+    equal, unequal = (
+        statistics.fmean(
+            step_s(EVEN, without, ROUNDS, Cluster(4, LINK, LINK, 0.0, inequality=each), steps=10, seed=seed)
+            for seed in range(5)
+        )
+        for each in (0.0, 0.5)
+    )
+    assert equal == pytest.approx(10.0)
+    assert 8.0 < unequal < 9.7
+    assert inequality_of(1.0, 4) == pytest.approx(0.0, abs=1e-3)
+    assert 0.2 < inequality_of(0.7, 4) < inequality_of(0.5, 4) < 1.5
+    with pytest.raises(ValueError, match="where the servers' links alone"):
+        Cluster(4, LINK, 2 * LINK, 0.0, inequality=0.1)
 
 
 def test_jitter_costs_those_who_wait_for_each_other() -> None:
