@@ -56,6 +56,13 @@ class BufferInfo:
     mirror_of: str = ""  # the published buffer, if this one is a mirror
     mirrors: tuple[Mirror, ...] = ()  # mirrors of a published buffer; () in an item of list()
     metadata_json: str = field(default="", repr=False)  # the text of Buffer.metadata; "" in an item of list()
+    # The name of an element type that only a newer release knows, in an item of list(); dtype is raw bytes then
+    unknown_dtype: str = ""
+
+    @property
+    def dtype_name(self) -> str:
+        """The element type's name; "NAME (unknown to this release)" if only a newer release can open the buffer."""
+        return f"{self.unknown_dtype} (unknown to this release)" if self.unknown_dtype else self.dtype.name
 
     @property
     def movable(self) -> bool:
@@ -86,18 +93,27 @@ class BufferInfo:
 
     @classmethod
     def of(cls, buffer: pb.Buffer) -> BufferInfo:
-        """Build a description from the coordinator's message."""
-        if buffer.dtype not in DTYPES:
+        """Build the description of a buffer that is opened, from the coordinator's message. Raises Error for an element
+        type that this release does not know.
+        """
+        info = cls.listed(buffer)
+        if info.unknown_dtype:
             raise Error(
                 f"buffer {printable(buffer.name)}: this release of smb does not know its dtype "
-                f"{printable(buffer.dtype)}; install the release that the cluster's servers run"
+                f"{info.unknown_dtype}; install the release that the cluster's servers run"
             )
-        dtype = DTYPES[buffer.dtype]
+        return info
+
+    @classmethod
+    def listed(cls, buffer: pb.Buffer) -> BufferInfo:
+        """Build the description of a buffer in a list, also of one that this release cannot open."""
+        known, count = DTYPES.get(buffer.dtype), math.prod(buffer.shape)
+        itemsize = known.itemsize if known else max(1, buffer.nbytes // max(1, count))
         locations = tuple(_location(buffer, segment) for segment in buffer.layout.segments)
         layout = Layout(
             buffer.layout.epoch,
             (buffer.versions or 1) * buffer.copy_stride_bytes or buffer.nbytes,
-            dtype.itemsize,
+            itemsize,
             buffer.layout.stripe_bytes,
             buffer.layout.chunk_bytes,
             locations,
@@ -106,8 +122,9 @@ class BufferInfo:
             buffer.name,
             buffer.id,
             tuple(buffer.shape),
-            dtype.numpy,
-            math.prod(buffer.shape) * dtype.itemsize,  # buffer.nbytes is the stored size: at least one element
+            known.numpy if known else np.dtype((np.void, itemsize)),
+            # buffer.nbytes is the stored size: at least one element
+            count * itemsize if known else min(count * itemsize, buffer.nbytes),
             layout,
             buffer.created_at,
             buffer.versions or 1,
@@ -130,6 +147,7 @@ class BufferInfo:
                 for m in buffer.mirrors
             ),
             unpack(buffer.packed_metadata),
+            "" if known else printable(buffer.dtype),
         )
 
 

@@ -322,13 +322,15 @@ class Client:
     def list(self) -> builtins.list[BufferInfo]:
         """Return all buffers of the cluster, sorted by name.
 
+        A buffer whose dtype only a newer release knows is listed with its name in `unknown_dtype`; open() refuses it.
+
         ```python
         for info in client.list():
             print(info.name, info.shape, info.dtype)
         ```
         """
         self._session.check_open()
-        infos = [BufferInfo.of(buffer) for buffer in self._coordinator.list_buffers(self.timeout)]
+        infos = [BufferInfo.listed(buffer) for buffer in self._coordinator.list_buffers(self.timeout)]
         return BufferList(sorted(infos, key=lambda info: info.name))
 
     def empty(self, shape: int | Sequence[int], dtype: Any = "float32") -> np.ndarray[Any, Any]:

@@ -36,7 +36,7 @@ def buffer_row(info: BufferInfo) -> Row:
     return {
         "name": info.name,
         "shape": info.shape,
-        "dtype": info.dtype.name,
+        "dtype": info.dtype_name,
         "size": format_bytes(info.nbytes),
         "versions": info.versions,
         "copies": f"{info.replicas}, one lost" if info.degraded else info.replicas,

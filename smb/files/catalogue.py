@@ -159,6 +159,8 @@ class Catalogue:
 
     def forms(self, info: BufferInfo) -> tuple[Form, ...]:
         """Return the forms in which a buffer is shown. Raises NotFoundError."""
+        if info.unknown_dtype:
+            return (Form.RAW,)  # reading it fails, as this release cannot open it
         table = self.known(info).table if len(info.shape) == 1 else None
         return forms_of(info.dtype, info.shape, table or None)
 

@@ -74,7 +74,7 @@ def buffer_json(buffer: Buffer | BufferInfo) -> dict[str, Any]:
     return {
         "name": buffer.name,
         "shape": list(buffer.shape),
-        "dtype": str(buffer.dtype),
+        "dtype": info.unknown_dtype or info.dtype.name,
         "wire": buffer.wire,
         "nbytes": buffer.nbytes,
         "epoch": layout.epoch,

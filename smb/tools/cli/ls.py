@@ -47,7 +47,7 @@ def ls(
         rows.add_row(
             buffer.name,
             format_shape(buffer.shape),
-            str(buffer.dtype),
+            buffer.dtype_name,
             format_bytes(buffer.nbytes),
             format_bytes(buffer.layout.stripe_bytes),
             ", ".join(server_names(buffer)),
