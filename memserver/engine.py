@@ -35,6 +35,7 @@ WAITS: dict[int, str] = {
     lib.SMB_WAIT_PUBLISHER: "publication",
     lib.SMB_WAIT_BARRIER: "barrier",
     lib.SMB_WAIT_VERSION: "version",
+    lib.SMB_WAIT_SHARED: "shared",
 }
 _ERRORS: dict[int, type[Error]] = {
     lib.SMB_NOT_FOUND: NotFoundError,
@@ -136,8 +137,9 @@ Share = Mapping[tuple[int, int], tuple[int, int]]
 @dataclass(frozen=True, slots=True)
 class Wait:
     """A lock that is held, or a wait, at one segment. `session` holds the lock (0: none) for `left_ms` unless it
-    renews, and `token` identifies this holding. `waiting` requests wait. At a barrier, `arrived` of `parties` have
-    arrived.
+    renews, and `token` identifies this holding. Each holder of a shared lock has an item of the kind "shared", all with
+    one token; the first one has the number of waiting requests. `waiting` requests wait. At a barrier, `arrived` of
+    `parties` have arrived.
     """
 
     segment_id: int

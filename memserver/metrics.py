@@ -120,8 +120,9 @@ class EngineMetrics(Collector):
         waits, _ = self._engine.waits(WAITS_MAX)
         waiting, held = gauge("smb_server_waiting_requests"), gauge("smb_server_held_locks")
         for kind in ("lock", "publication", "barrier", "version"):
-            waiting.add_metric([kind], sum(wait.waiting for wait in waits if wait.kind == kind))
-        for kind in ("lock", "publication"):
+            kinds = ("lock", "shared") if kind == "lock" else (kind,)
+            waiting.add_metric([kind], sum(wait.waiting for wait in waits if wait.kind in kinds))
+        for kind in ("lock", "shared", "publication"):
             held.add_metric([kind], sum(wait.session != 0 for wait in waits if wait.kind == kind))
         yield waiting
         yield held

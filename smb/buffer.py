@@ -761,7 +761,7 @@ class Buffer(Indexed, Direct):
 
     # ---- locks and versions
 
-    def lock(self, *, ttl: float = 10.0, timeout: float | None = None) -> Lock:
+    def lock(self, *, ttl: float = 10.0, timeout: float | None = None, shared: bool = False) -> Lock:
         """Return this buffer's lock. It is taken by acquire() or at the start of a `with` block.
 
         ```python
@@ -770,9 +770,11 @@ class Buffer(Indexed, Direct):
         ```
 
         Arguments as in Client.lock. Changes with fence=lock are refused once the lock is lost. The lock does not keep
-        others from changing the buffer without it.
+        others from changing the buffer without it. With shared=True several clients hold it at once, and add with
+        fence=lock; whoever takes it without finds no addition under way.
         """
-        return Lock(self._dispatcher.paths.homes(), self._session.renewals, ttl, timeout, self._dispatcher)
+        paths = self._dispatcher.paths
+        return Lock(paths.homes(), self._session.renewals, ttl, timeout, self._dispatcher, shared=shared)
 
     @property
     def version(self) -> int:

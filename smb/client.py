@@ -553,7 +553,9 @@ class Client:
 
     # ---- locks and barriers
 
-    def lock(self, name: str, *, ttl: float = 10.0, timeout: float | None = None, replicas: int = 1) -> Lock:
+    def lock(
+        self, name: str, *, ttl: float = 10.0, timeout: float | None = None, replicas: int = 1, shared: bool = False
+    ) -> Lock:
         """Return the lock of that name. It is taken by acquire() or at the start of a `with` block.
 
         ```python
@@ -567,6 +569,7 @@ class Client:
         - `ttl`, in seconds: how long after the last sign of life of its holder the next waiter gets it.
         - `timeout`, in seconds, bounds the waiting (None: no bound); then TimeoutError.
         - `replicas=2` at the first use keeps the lock on two servers, so that it survives the loss of either.
+        - `shared=True` takes the lock together with others who share it, as a reader beside readers; see Lock.
 
         Blocks to find the lock's server. Raises UnavailableError if the coordinator is away when this client uses the
         name for the first time, or after the lock was freed because nobody used it.
@@ -574,7 +577,8 @@ class Client:
         check_times(f"lock {name!r}", ttl, timeout)
         check_replicas(f"lock {name!r}", replicas)
         patience = self.timeout if timeout is None else min(self.timeout, max(timeout, _FIND_S))
-        return Lock((self._home(pb.LOCK, name, patience, replicas or 1),), self._session.renewals, ttl, timeout)
+        home = self._home(pb.LOCK, name, patience, replicas or 1)
+        return Lock((home,), self._session.renewals, ttl, timeout, shared=shared)
 
     def _knows_lock(self, name: str) -> bool:
         """Return True if the lock of that name is found without the coordinator. Makes no call."""

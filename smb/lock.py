@@ -1,4 +1,4 @@
-"""Locks: mutual exclusion between processes, with a lease and a fencing token."""
+"""Locks: mutual exclusion between processes, one writer or many readers, with a lease and a fencing token."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from types import TracebackType
 
 from smb.call.lock_renewals import Renewals
 from smb.call.sync_requests import (
+    SHARED_LOCK,
     USER_LOCK,
     Home,
     Obstacle,
@@ -58,12 +59,34 @@ class Lock:
     with buffer.lock() as lock:
         buffer.write(array, fence=lock)
     ```
+
+    With shared=True any number of clients hold the lock at once, and none holds it alone meanwhile. A client that asks
+    for it while another one waits to have it alone waits behind that one. All holders at one time have the same token.
+    A shared holding is lost once its lease has ended and another client has had the lock alone since. A client that
+    holds a lock shared cannot have it alone as well: release the shared holding first.
+
+    ```python
+    with buffer.lock(shared=True) as lock:
+        buffer.accumulate(array, fence=lock)
+    ```
     """
 
     def __init__(
-        self, homes: Sequence[Home], renewals: Renewals, ttl: float, timeout: float | None, owner: object = None
+        self,
+        homes: Sequence[Home],
+        renewals: Renewals,
+        ttl: float,
+        timeout: float | None,
+        owner: object = None,
+        *,
+        shared: bool = False,
     ) -> None:
         check_times(f"lock {homes[0].what}", ttl, timeout)
+        if not isinstance(shared, bool):
+            raise InvalidArgumentError(f"lock {homes[0].what}: shared must be True or False, not {shared!r}")
+        self.shared = shared
+        self._which = SHARED_LOCK if shared else USER_LOCK
+        self._name = 0  # of a shared holding, at the server
         self._home, self._others = homes[0], homes[1:]
         self._renewals = renewals
         self._ttl_ms = round(ttl * 1000)
@@ -75,13 +98,14 @@ class Lock:
         self.owner = owner
 
     def __repr__(self) -> str:
-        state = "lost" if self._lost else f"held, token {self._token}" if self._token else "not held"
+        held = "shared" if self.shared else "held"
+        state = "lost" if self._lost else f"{held}, token {self._token}" if self._token else "not held"
         return f"<smb.Lock {self._home.what}, {state}>"
 
     @property
     def token(self) -> int:
-        """The fencing token of this holding: every later one is higher. Raises InvalidArgumentError unless the lock is
-        taken.
+        """The fencing token of this holding: every later one is higher, and those who share the lock have the same one.
+        Raises InvalidArgumentError unless the lock is taken.
         """
         if self._token == 0:
             when = "was released; take it again" if self._released else "is not held; enter it first"
@@ -113,9 +137,17 @@ class Lock:
             raise InvalidArgumentError(
                 f"{asked}: this object already holds the lock; use another Lock object to wait for it"
             )
+        if not self.shared and any(
+            isinstance(lock, Lock) and lock.shared and lock._home.segment_id == self._home.segment_id
+            for lock in self._renewals.held()
+        ):
+            raise InvalidArgumentError(
+                f"{asked}: this client holds the lock shared and would wait for itself; release the shared holding "
+                f"first, or use another client; nothing was done"
+            )
         words = (self._ttl_ms, wait_ms(self._timeout), 0)
         try:
-            reply = self._home.ask_lock(asked, USER_LOCK, words, self._timeout)
+            reply = self._home.ask_lock(asked, self._which, words, self._timeout)
             if isinstance(reply, Obstacle):
                 held = f"{reply.client} holds it" if reply.client else "another client holds it, or waited for longer"
                 late = DeadlineError(
@@ -124,7 +156,7 @@ class Lock:
                 )
                 late.holder = reply.client or "another client"
                 raise late
-            self._token, self._lost = reply.a, False
+            self._token, self._lost, self._name = reply.a, False, reply.b
             self._expires = time.monotonic() + self._ttl_ms / 1000
             if self._others:  # do this before anything is changed under the lock: servers must refuse lower tokens
                 raise_fences(self._others, USER_LOCK, self._token, asked)
@@ -132,6 +164,8 @@ class Lock:
         except BaseException as error:
             self._give_up(asked)
             outcome_unknown(error)
+            if self.shared and isinstance(error, InvalidArgumentError):
+                raise InvalidArgumentError(f"{error}: it is of a release without shared locks; update it") from error
             raise
         return self
 
@@ -142,7 +176,7 @@ class Lock:
             return
         self._renewals.remove(self)
         with contextlib.suppress(Error):
-            self._home.ask(f"release of {asked}", AskOpcode.UNLOCK, USER_LOCK, (token,))
+            self._home.ask(f"release of {asked}", AskOpcode.UNLOCK, self._which, self._holding(token))
 
     def release(self) -> None:
         """Release the lock. Raises LockLostError if it was lost before, InvalidArgumentError if it was not taken.
@@ -162,12 +196,17 @@ class Lock:
             self._token, self._released = 0, True
             if self._lost:
                 raise self._lost_error("release")
-            self._home.ask(f"release of lock {self._home.what}", AskOpcode.UNLOCK, USER_LOCK, (token,))
+            asked = f"release of lock {self._home.what}"
+            self._home.ask(asked, AskOpcode.UNLOCK, self._which, self._holding(token))
         except Error:
             raise
         except BaseException as error:
             outcome_unknown(error)
             raise
+
+    def _holding(self, token: int, *words: int) -> tuple[int, ...]:
+        """Return the words of a request about this holding."""
+        return (token, *words, self._name) if self.shared else (token, *words)
 
     def check(self) -> None:
         """Ask the server whether this client still holds the lock, and renew it. Raises LockLostError,
@@ -221,7 +260,7 @@ class Lock:
 
     def start_renewal(self) -> PendingRequest:
         """Send a renewal."""
-        return self._home.start(AskOpcode.RENEW, USER_LOCK, (self._token, self._ttl_ms))
+        return self._home.start(AskOpcode.RENEW, self._which, self._holding(self._token, self._ttl_ms))
 
     def finish_renewal(self, pending: PendingRequest, token: int, began: float) -> None:
         """Receive the reply to a renewal. Raises LockLostError, UnavailableError."""
@@ -232,7 +271,8 @@ class Lock:
             except (SegmentMovedError, NotFoundError) as error:
                 if self._home.named and not isinstance(error, SegmentMovedError):
                     raise
-                self._home.ask(asked, AskOpcode.RENEW, USER_LOCK, (token, self._ttl_ms))  # ask() follows the segment
+                # ask() follows the segment
+                self._home.ask(asked, AskOpcode.RENEW, self._which, self._holding(token, self._ttl_ms))
         except LockLostError:
             self.lose(token)
             raise

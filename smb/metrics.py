@@ -60,7 +60,7 @@ class Collector:
             family.add_metric(me, value)
             yield family
         for name, now in (
-            ("smb_client_held_locks", session.renewals.held()),
+            ("smb_client_held_locks", len(session.renewals.held())),
             ("smb_client_async_calls", session.calls.pending()),
             ("smb_client_session_alive", not session.session_ended),
         ):

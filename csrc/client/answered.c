@@ -32,8 +32,13 @@ void link_take_failure(struct smb_link *link, struct inflight *inflight, int sta
 
 /* A lock was granted to a caller that has left, so it is released at once. If the connection breaks
  * first, the lock expires. */
-static void give_back(struct smb_link *link, const struct inflight *lock, uint64_t token)
+static void give_back(struct smb_link *link, const struct inflight *lock, uint64_t token,
+                      uint64_t b)
 {
+    /* a token's lowest bit says to which lock it belongs; b: a shared holding's name, or a
+     * publisher's version */
+    uint64_t which = token % SYNC_LOCKS, name = which == SYNC_USER ? b : 0;
+
     struct inflight *inflight = inflight_take(link);
     if (!inflight)
         return;
@@ -43,10 +48,10 @@ static void give_back(struct smb_link *link, const struct inflight *lock, uint64
                                   .opcode = SMB_UNLOCK,
                                   .fate = SMB_OUTCOME_NOT_APPLIED};
     struct smb_frame frame = {.opcode = SMB_UNLOCK,
-                              /* a token's lowest bit says to which lock it belongs */
-                              .argument = token % SYNC_LOCKS};
+                              .argument = which | (name ? SYNC_SHARED << SYNC_LOCK_BITS : 0)};
     inflight_put_small(inflight, token);
-    for (int i = 1; i < SMB_SYNC_WORDS; i++)
+    inflight_put_small(inflight, name);
+    for (int i = 2; i < SMB_SYNC_WORDS; i++)
         inflight_put_small(inflight, 0);
     inflight_encode(link, inflight, &frame);
     inflight_append(&link->unsent_end, inflight);
@@ -57,7 +62,7 @@ void link_take_success(struct smb_link *link, struct inflight *inflight, uint64_
 {
     struct stream *stream = inflight->stream;
     if (!stream && inflight->opcode == SMB_LOCK)
-        give_back(link, inflight, a);
+        give_back(link, inflight, a, b);
     inflight_resolve(inflight, SMB_OUTCOME_APPLIED);
     if (stream && stream->reply) {
         stream->reply->a = a;

@@ -54,6 +54,7 @@ int sync_create(struct sync_words *words, void *seats, uint64_t seats_bytes, boo
     pthread_rwlockattr_destroy(&attributes);
     made->weights = tree_random();
     made->pins.weights = tree_random();
+    made->holders.weights = tree_random();
     made->counters = &made->own;
     made->words = words;
     made->seats = seats;
@@ -61,6 +62,7 @@ int sync_create(struct sync_words *words, void *seats, uint64_t seats_bytes, boo
     if (made->capacity > SYNC_PARTIES_MAX)
         made->capacity = SYNC_PARTIES_MAX;
     mend_words(words, now_ns);
+    lock_forget_holders(made);
     made->grace_ns = grace ? grace_end_ns(words, now_ns) : 0;
     made->due_ns = made->pinned_ns = UINT64_MAX;
     made->asked_ns = now_ns;
@@ -80,6 +82,7 @@ void sync_destroy(struct sync *sync)
     SMB_ASSERT(sync->barrier.turns.count == 0 && sync->versions.turns.count == 0);
     barrier_clear(sync);
     pins_drop_expired(&sync->pins, UINT64_MAX);
+    pins_drop_expired(&sync->holders, UINT64_MAX);
     pthread_rwlock_destroy(&sync->fence);
     pthread_mutex_destroy(&sync->mutex);
     free(sync);
@@ -137,17 +140,24 @@ void sync_take_over(struct sync *sync, uint64_t now_ns)
     struct news news = sync_acquire(sync);
     sync->asked_ns = sync->now_ns = now_ns; /* a backup does not note when it was asked */
     mend_words(sync->words, now_ns);
+    lock_forget_holders(sync);
     sync->grace_ns = grace_end_ns(sync->words, now_ns);
     news_due(&news, now_ns); /* a lease may have expired without anybody noticing */
     sync_release(sync, &news);
 }
 
+static void send_all_away(struct sync *sync, int status, struct news *news)
+{
+    for (int i = 0; i < SYNC_LOCKS; i++)
+        queue_answer_all(sync, &sync->locks[i], status, news);
+    queue_answer_all(sync, &sync->versions, status, news);
+}
+
 void sync_send_away(struct sync *sync, int status)
 {
     struct news news = sync_acquire(sync);
-    for (int i = 0; i < SYNC_LOCKS; i++)
-        queue_answer_all(sync, &sync->locks[i], status, &news);
-    queue_answer_all(sync, &sync->versions, status, &news);
+    send_all_away(sync, status, &news);
+    lock_forget_holders(sync); /* they renew elsewhere */
     sync_release(sync, &news);
 }
 
@@ -158,7 +168,9 @@ void sync_ask_again(struct sync *sync, uint64_t now_ns)
         if (sync->locks[i].turns.count > 0)
             sync->grace_ns = grace_end_ns(sync->words, now_ns);
     pthread_mutex_unlock(&sync->mutex);
-    sync_send_away(sync, SMB_STALE_EPOCH);
+    struct news news = sync_acquire(sync);
+    send_all_away(sync, SMB_STALE_EPOCH, &news);
+    sync_release(sync, &news);
 }
 
 void sync_count_into(struct sync *sync, struct sync_counters *counters)
@@ -243,9 +255,13 @@ int sync_ask(struct sync *sync, const struct sync_request *request, struct waite
 {
     waiter->request = *request;
     waiter->request.slots = 0;
-    if (request->opcode == SMB_LOCK) {
-        waiter->request.slots = request->argument >> SYNC_LOCK_BITS;
+    waiter->request.shared = false;
+    if (request->opcode == SMB_LOCK || request->opcode == SMB_UNLOCK ||
+        request->opcode == SMB_RENEW) {
+        uint64_t above = request->argument >> SYNC_LOCK_BITS;
         waiter->request.argument &= ((uint64_t)1 << SYNC_LOCK_BITS) - 1;
+        waiter->request.shared = waiter->request.argument == SYNC_USER && above == SYNC_SHARED;
+        waiter->request.slots = waiter->request.shared ? 0 : above;
     }
     waiter->sync = sync;
     waiter->kept = false;
@@ -289,6 +305,7 @@ void sync_end_session(struct sync *sync, uint64_t session, uint64_t now_ns)
     if (barrier_party(sync, session))
         barrier_end_round(sync, true, &news);
     pins_drop_session(&sync->pins, session);
+    lock_end_session(sync, session, now_ns);
     for (int i = 0; i < SYNC_LOCKS; i++) {
         struct sync_lock_words *lock = &sync->words->locks[i];
         if (lock_is_held(lock, now_ns) && word_get(&lock->session) == session) {
@@ -307,6 +324,8 @@ uint64_t sync_tick(struct sync *sync, uint64_t now_ns)
     if (!sync->closed) {
         pins_drop_expired(&sync->pins, now_ns);
         news_due(&news, pins_first_end_ns(&sync->pins));
+        lock_drop_expired(sync, now_ns);
+        news_due(&news, pins_first_end_ns(&sync->holders));
         for (int i = 0; i < SYNC_LOCKS; i++) {
             struct sync_lock_words *lock = &sync->words->locks[i];
             if (word_get(&lock->expires_ns) != 0 && !lock_is_held(lock, now_ns)) {
@@ -347,6 +366,20 @@ void sync_status(struct sync *sync, uint64_t now_ns, struct sync_status *status)
         status->locks[which].session = word_get(&lock->session);
         status->locks[which].token = word_get(&lock->token);
         status->locks[which].left_ms = (word_get(&lock->expires_ns) - now_ns) / MS;
+    }
+    pthread_mutex_unlock(&sync->mutex);
+}
+
+void sync_each_holder(struct sync *sync, uint64_t now_ns,
+                      void (*see)(void *argument, uint64_t session, uint64_t token,
+                                  uint64_t left_ms),
+                      void *argument)
+{
+    pthread_mutex_lock(&sync->mutex);
+    for (struct tree_node *node = tree_first(&sync->holders.names); node; node = tree_next(node)) {
+        const struct pin *holder = TREE_OWNER(node, struct pin, by_name);
+        if (holder->expires_ns > now_ns)
+            see(argument, holder->session, holder->version, (holder->expires_ns - now_ns) / MS);
     }
     pthread_mutex_unlock(&sync->mutex);
 }

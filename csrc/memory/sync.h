@@ -15,8 +15,14 @@
  *                  holder, or of a reader whose pin keeps the publisher waiting, and then b the
  *                  version that it pins; 0: neither. Repeated (same session and sequence) by its
  *                  holder: the same answer; the ttl starts again.
- *   UNLOCK         argument: which lock. w: token. OK (also repeated), LOCK_LOST.
- *   RENEW          argument: which lock. w: token, ttl_ms. OK, LOCK_LOST.
+ *                  For the user's lock, SYNC_SHARED << 8 asks for a shared holding: all shared
+ *                  holders have one token, and nobody holds the lock alone. A request that comes
+ *                  while others wait waits behind them. b: the holding's name. OUT_OF_MEMORY: the
+ *                  session has too many.
+ *   UNLOCK         argument: which lock, and SYNC_SHARED. w: token, and a shared holding's name.
+ *                  OK (also repeated), LOCK_LOST: another holder may have been granted the lock.
+ *   RENEW          argument: which lock, and SYNC_SHARED. w: token, ttl_ms, and a shared holding's
+ *                  name. OK, LOCK_LOST.
  *   FENCE          argument: which lock. w: token. From now on this segment refuses lower tokens.
  *                  OK, LOCK_LOST if it knows a higher token.
  *   ARRIVE         w: parties. OK: a round, b index (0 for the first). INVALID: parties differ from
@@ -77,7 +83,9 @@ struct sync_request {
     uint64_t sequence;
     uint64_t argument;
     uint64_t words[SMB_SYNC_WORDS];
-    uint64_t slots; /* for LOCK, from its argument; set by sync_ask */
+    /* from the argument of LOCK, UNLOCK and RENEW; set by sync_ask */
+    uint64_t slots;
+    bool shared;
 };
 
 struct sync_answer {
@@ -186,7 +194,7 @@ void sync_ask_again(struct sync *sync, uint64_t now_ns);
 /* A snapshot for metrics and `smb status`. */
 struct sync_status {
     uint64_t version, broken_rounds;
-    /* session 0: the lock is free */
+    /* session 0: the lock is free, or shared */
     struct {
         uint64_t waiting, session, token, left_ms;
     } locks[SYNC_LOCKS];
@@ -194,5 +202,10 @@ struct sync_status {
     uint64_t versions_waiting;
 };
 void sync_status(struct sync *sync, uint64_t now_ns, struct sync_status *status);
+/* Calls `see` for each shared holder of the user's lock, with the mutex held. */
+void sync_each_holder(struct sync *sync, uint64_t now_ns,
+                      void (*see)(void *argument, uint64_t session, uint64_t token,
+                                  uint64_t left_ms),
+                      void *argument);
 
 #endif

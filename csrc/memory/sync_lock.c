@@ -26,6 +26,89 @@ void lock_set_expiry(struct sync *sync, struct sync_lock_words *lock, uint64_t e
     pthread_rwlock_unlock(&sync->fence);
 }
 
+/* ---- shared holders of the user's lock -------------------------------------------------------- */
+
+static bool is_shared(const struct sync_lock_words *lock, uint64_t now_ns)
+{
+    return lock_is_held(lock, now_ns) && word_get(&lock->session) == 0;
+}
+
+/* NULL: the session has no holding of that name under the present token. */
+static struct pin *holder_of(const struct sync *sync, uint64_t session, uint64_t name,
+                             uint64_t now_ns)
+{
+    const struct sync_lock_words *lock = &sync->words->locks[SYNC_USER];
+    struct pin *holder = pins_find(&sync->holders, session, name);
+    return holder && is_shared(lock, now_ns) && holder->version == word_get(&lock->token) ? holder
+                                                                                          : NULL;
+}
+
+/* NULL: out of memory, or the session has too many. */
+static struct pin *add_holder(struct sync *sync, uint64_t session, uint64_t name, uint64_t token,
+                              uint64_t expires_ns)
+{
+    struct pin *left = pins_find(&sync->holders, session, name); /* the peer chooses the name */
+    if (left)
+        pins_drop(&sync->holders, left);
+    return pins_add(&sync->holders, session, name, token, expires_ns);
+}
+
+/* The lock ends no sooner than any of its holdings. */
+static void renew_holder(struct sync *sync, struct pin *holder, uint64_t expires_ns,
+                         struct news *news)
+{
+    struct sync_lock_words *lock = &sync->words->locks[SYNC_USER];
+    pins_renew(&sync->holders, holder, expires_ns);
+    if (word_get(&lock->expires_ns) < expires_ns)
+        lock_set_expiry(sync, lock, expires_ns);
+    news_due(news, expires_ns);
+}
+
+/* After the last holder the lock is free, once no others can come back. */
+static void free_after_last(struct sync *sync, bool released, uint64_t now_ns)
+{
+    struct sync_lock_words *lock = &sync->words->locks[SYNC_USER];
+    sync->all_released &= released;
+    if (sync->holders.names.count || word_get(&lock->session) != 0)
+        return;
+    if (sync->all_released)
+        word_put(&lock->released,
+                 word_get(&lock->released) | lock_released_bit(word_get(&lock->token)));
+    FAILPOINT("sync.releasing");
+    lock_set_expiry(sync, lock, sync->unknown_ns > now_ns ? sync->unknown_ns : 0);
+    FAILPOINT("sync.released");
+}
+
+void lock_drop_expired(struct sync *sync, uint64_t now_ns)
+{
+    uint64_t before = sync->holders.names.count;
+    pins_drop_expired(&sync->holders, now_ns);
+    uint64_t dropped = before - sync->holders.names.count;
+    atomic_fetch_add_explicit(&sync->counters->expired, dropped, memory_order_relaxed);
+    if (dropped)
+        free_after_last(sync, false, now_ns);
+}
+
+void lock_end_session(struct sync *sync, uint64_t session, uint64_t now_ns)
+{
+    uint64_t before = sync->holders.names.count;
+    pins_drop_session(&sync->holders, session);
+    uint64_t dropped = before - sync->holders.names.count;
+    atomic_fetch_add_explicit(&sync->counters->revoked, dropped, memory_order_relaxed);
+    if (dropped)
+        free_after_last(sync, false, now_ns);
+}
+
+void lock_forget_holders(struct sync *sync)
+{
+    const struct sync_lock_words *lock = &sync->words->locks[SYNC_USER];
+    pins_drop_expired(&sync->holders, UINT64_MAX);
+    sync->all_released = false;
+    sync->unknown_ns = word_get(&lock->session) == 0 ? word_get(&lock->expires_ns) : 0;
+}
+
+/* ---- grants ----------------------------------------------------------------------------------- */
+
 static uint64_t pins_end_ns(const struct sync *sync, const struct sync_request *publisher)
 {
     uint64_t bound_ms = publisher->words[3] ? publisher->words[3] : SYNC_PIN_MS;
@@ -55,7 +138,9 @@ static bool publisher_may_begin(struct sync *sync, const struct sync_request *pu
 static bool may_grant(struct sync *sync, int which, const struct sync_request *request,
                       uint64_t now_ns)
 {
-    return now_ns >= sync->grace_ns && !lock_is_held(&sync->words->locks[which], now_ns) &&
+    const struct sync_lock_words *lock = &sync->words->locks[which];
+    return now_ns >= sync->grace_ns &&
+           (!lock_is_held(lock, now_ns) || (request->shared && is_shared(lock, now_ns))) &&
            (which == SYNC_USER || publisher_may_begin(sync, request, now_ns));
 }
 
@@ -63,6 +148,9 @@ static struct sync_answer granted(const struct sync *sync, const struct sync_req
 {
     int which = (int)request->argument;
     uint64_t version = which == SYNC_PUBLISHER ? word_get(&sync->words->version) + 1 : 0;
+    if (request->shared)
+        return (struct sync_answer){SMB_OK, word_get(&sync->words->locks[which].token),
+                                    request->sequence};
     if (request->slots)
         version |= (uint64_t)sync_find_slot(sync->words, SYNC_BEGUN | version) << SYNC_VERSION_BITS;
     return (struct sync_answer){SMB_OK, word_get(&sync->words->locks[which].token), version};
@@ -81,17 +169,31 @@ static struct sync_answer grant(struct sync *sync, int which, const struct sync_
 {
     struct sync_lock_words *lock = &sync->words->locks[which];
     uint64_t expires_ns = clock_later(now_ns, request->words[0]);
+    bool joins = request->shared && is_shared(lock, now_ns);
+    uint64_t token = joins ? word_get(&lock->token) : next_token(lock, which);
+    if (request->shared &&
+        !add_holder(sync, request->session, request->sequence, token, expires_ns))
+        return (struct sync_answer){.status = SMB_OUT_OF_MEMORY};
+    counter_add(&sync->counters->granted);
+    news_due(news, expires_ns);
+    if (joins) {
+        if (word_get(&lock->expires_ns) < expires_ns)
+            lock_set_expiry(sync, lock, expires_ns);
+        return granted(sync, request);
+    }
     if (word_get(&lock->expires_ns) != 0)
         counter_add(&sync->counters->expired);
-    counter_add(&sync->counters->granted);
+    if (which == SYNC_USER) {
+        sync->unknown_ns = 0;
+        sync->all_released = true;
+    }
     pthread_rwlock_wrlock(&sync->fence);
     word_put(&lock->expires_ns, 0);
-    uint64_t token = next_token(lock, which);
     word_put(&lock->released, word_get(&lock->released) & ~lock_released_bit(token));
     word_put(&lock->token, token);
     FAILPOINT("sync.token");
     word_put(&lock->fence, token);
-    word_put(&lock->session, request->session);
+    word_put(&lock->session, request->shared ? 0 : request->session);
     word_put(&lock->request, request->sequence);
     if (which == SYNC_PUBLISHER) {
         int slots = slots_of(request), slot = version_oldest_slot(sync, slots, false);
@@ -101,19 +203,21 @@ static struct sync_answer grant(struct sync *sync, int which, const struct sync_
     word_put(&lock->expires_ns, expires_ns);
     FAILPOINT("sync.granted");
     pthread_rwlock_unlock(&sync->fence);
-    news_due(news, expires_ns);
     return granted(sync, request);
 }
 
 void lock_grant_next(struct sync *sync, int which, uint64_t now_ns, struct news *news)
 {
+    if (which == SYNC_USER)
+        lock_drop_expired(sync, now_ns);
     struct waiter *first = queue_first(&sync->locks[which]);
+    for (; first && may_grant(sync, which, &first->request, now_ns);
+         first = queue_first(&sync->locks[which]))
+        queue_answer(sync, first, grant(sync, which, &first->request, now_ns, news), news);
     if (!first)
         return;
     if (now_ns < sync->grace_ns)
         news_due(news, sync->grace_ns);
-    else if (may_grant(sync, which, &first->request, now_ns))
-        queue_answer(sync, first, grant(sync, which, &first->request, now_ns, news), news);
     else if (lock_is_held(&sync->words->locks[which], now_ns))
         news_due(news, word_get(&sync->words->locks[which].expires_ns));
     else
@@ -125,7 +229,10 @@ struct sync_answer lock_late(const struct sync *sync, const struct sync_request 
 {
     struct sync_answer late = {.status = SMB_TIMEOUT};
     const struct sync_lock_words *lock = &sync->words->locks[request->argument];
-    if (lock_is_held(lock, now_ns)) {
+    if (request->argument == SYNC_USER && is_shared(lock, now_ns)) {
+        const struct pin *any = TREE_OWNER(tree_first(&sync->holders.names), struct pin, by_name);
+        late.a = any ? any->session : 0;
+    } else if (lock_is_held(lock, now_ns)) {
         late.a = word_get(&lock->session);
     } else if (request->argument == SYNC_PUBLISHER &&
                version_oldest_slot(sync, slots_of(request), false) < 0) {
@@ -169,7 +276,16 @@ int lock_ask(struct sync *sync, struct waiter *waiter, uint64_t now_ns, struct s
         return SMB_INVALID;
     int which = (int)request->argument;
     struct sync_lock_words *lock = &sync->words->locks[which];
-    if (lock_is_held(lock, now_ns) && word_get(&lock->session) == request->session &&
+    struct pin *holder = request->shared
+                             ? holder_of(sync, request->session, request->sequence, now_ns)
+                             : NULL;
+    if (holder) {
+        renew_holder(sync, holder, clock_later(now_ns, request->words[0]), news);
+        *reply = granted(sync, request);
+        return SMB_OK;
+    }
+    if (!request->shared && lock_is_held(lock, now_ns) &&
+        word_get(&lock->session) == request->session &&
         word_get(&lock->request) == request->sequence) {
         lock_set_expiry(sync, lock, clock_later(now_ns, request->words[0]));
         *reply = granted(sync, request);
@@ -180,7 +296,7 @@ int lock_ask(struct sync *sync, struct waiter *waiter, uint64_t now_ns, struct s
     lock_grant_next(sync, which, now_ns, news);
     if (!queue_first(&sync->locks[which]) && may_grant(sync, which, request, now_ns)) {
         *reply = grant(sync, which, request, now_ns, news);
-        return SMB_OK;
+        return reply->status;
     }
     if (request->words[1] == 0) {
         counter_add(&sync->counters->timed_out);
@@ -200,33 +316,79 @@ void lock_let_go(struct sync *sync, int which, uint64_t now_ns, struct news *new
     lock_grant_next(sync, which, now_ns, news);
 }
 
+static bool was_released(const struct sync_lock_words *lock, uint64_t token)
+{
+    uint64_t last = word_get(&lock->token);
+    bool recent = token != 0 && token <= last && (last - token) / 2 < 64;
+    return recent && word_get(&lock->released) & lock_released_bit(token);
+}
+
+static int unlock_shared(struct sync *sync, const struct sync_request *request, uint64_t now_ns,
+                         struct news *news)
+{
+    const struct sync_lock_words *lock = &sync->words->locks[SYNC_USER];
+    uint64_t token = request->words[0];
+    /* No other holder can have come in between, so a holding that is gone was not overtaken. */
+    bool last = token != 0 && token == word_get(&lock->token) && word_get(&lock->session) == 0;
+    struct pin *holder = holder_of(sync, request->session, request->words[1], now_ns);
+    if (holder && last) {
+        pins_drop(&sync->holders, holder);
+        free_after_last(sync, true, now_ns);
+        lock_grant_next(sync, SYNC_USER, now_ns, news);
+    }
+    return last || was_released(lock, token) ? SMB_OK : SMB_LOCK_LOST;
+}
+
 int lock_ask_unlock(struct sync *sync, const struct sync_request *request, uint64_t now_ns,
                     struct news *news)
 {
     uint64_t token = request->words[0];
-    if (request->argument >= SYNC_LOCKS || token % SYNC_LOCKS != request->argument)
+    if (request->argument >= SYNC_LOCKS || request->slots ||
+        token % SYNC_LOCKS != request->argument)
         return SMB_INVALID;
+    if (request->shared)
+        return unlock_shared(sync, request, now_ns, news);
     int which = (int)request->argument;
     struct sync_lock_words *lock = &sync->words->locks[which];
-    if (lock_is_holder(lock, token, now_ns)) {
+    if (lock_is_holder(lock, token, now_ns) && !is_shared(lock, now_ns)) {
         word_put(&lock->released, word_get(&lock->released) | lock_released_bit(token));
         FAILPOINT("sync.releasing");
         lock_let_go(sync, which, now_ns, news);
         return SMB_OK;
     }
-    uint64_t last = word_get(&lock->token);
-    bool recent = token != 0 && token <= last && (last - token) / 2 < 64;
-    return recent && word_get(&lock->released) & lock_released_bit(token) ? SMB_OK : SMB_LOCK_LOST;
+    return was_released(lock, token) ? SMB_OK : SMB_LOCK_LOST;
+}
+
+static int renew_shared(struct sync *sync, const struct sync_request *request, uint64_t now_ns,
+                        struct news *news)
+{
+    uint64_t token = request->words[0], name = request->words[2],
+             expires_ns = clock_later(now_ns, request->words[1]);
+    const struct sync_lock_words *lock = &sync->words->locks[SYNC_USER];
+    lock_drop_expired(sync, now_ns);
+    if (!is_shared(lock, now_ns) || token != word_get(&lock->token))
+        return SMB_LOCK_LOST;
+    struct pin *holder = holder_of(sync, request->session, name, now_ns);
+    if (!holder && now_ns >= sync->unknown_ns)
+        return SMB_LOCK_LOST;
+    if (!holder)
+        holder = add_holder(sync, request->session, name, token, expires_ns);
+    if (!holder)
+        return SMB_OUT_OF_MEMORY;
+    renew_holder(sync, holder, expires_ns, news);
+    return SMB_OK;
 }
 
 int lock_ask_renew(struct sync *sync, const struct sync_request *request, uint64_t now_ns,
                    struct news *news)
 {
-    if (request->argument >= SYNC_LOCKS || request->words[1] < SYNC_TTL_MS_MIN ||
+    if (request->argument >= SYNC_LOCKS || request->slots || request->words[1] < SYNC_TTL_MS_MIN ||
         request->words[1] > SYNC_TTL_MS_MAX)
         return SMB_INVALID;
+    if (request->shared)
+        return renew_shared(sync, request, now_ns, news);
     struct sync_lock_words *lock = &sync->words->locks[request->argument];
-    if (!lock_is_holder(lock, request->words[0], now_ns))
+    if (!lock_is_holder(lock, request->words[0], now_ns) || is_shared(lock, now_ns))
         return SMB_LOCK_LOST;
     lock_set_expiry(sync, lock, clock_later(now_ns, request->words[1]));
     news_due(news, word_get(&lock->expires_ns));

@@ -16,6 +16,12 @@ void lock_grant_next(struct sync *sync, int which, uint64_t now_ns, struct news 
 /* The answer TIMEOUT to a request for a lock: see sync.h. */
 struct sync_answer lock_late(const struct sync *sync, const struct sync_request *request,
                              uint64_t now_ns);
+/* Ends the shared holdings of a session, or those whose lease has ended; frees the lock after the
+ * last one. */
+void lock_end_session(struct sync *sync, uint64_t session, uint64_t now_ns);
+void lock_drop_expired(struct sync *sync, uint64_t now_ns);
+/* Forgets the shared holders, each of which comes back with its next renewal. */
+void lock_forget_holders(struct sync *sync);
 void lock_let_go(struct sync *sync, int which, uint64_t now_ns, struct news *news);
 /* Requests: see sync.h. */
 int lock_ask(struct sync *sync, struct waiter *waiter, uint64_t now_ns, struct sync_answer *reply,

@@ -27,8 +27,14 @@ struct sync {
     struct queue locks[SYNC_LOCKS], barrier, versions;
     struct tree parties, absences; /* struct party, by session; by absent_ns */
     struct pins pins;
-    uint64_t weights; /* random state for the trees' weights */
-    uint64_t kept;    /* number of waiters kept so far */
+    /* The shared holders of the user's lock, as pins on its token. They all have that one token.
+     * Without them in the words, a daemon that takes over knows a holder once it renews; until
+     * unknown_ns there may be others. */
+    struct pins holders;
+    uint64_t unknown_ns;
+    bool all_released; /* no shared holder under the present token ended but by its UNLOCK */
+    uint64_t weights;  /* random state for the trees' weights */
+    uint64_t kept;     /* number of waiters kept so far */
     /* since when only pins have kept the publishers waiting; UINT64_MAX: they do not */
     uint64_t pinned_ns;
     uint64_t grace_ns; /* no lock is granted before this time */

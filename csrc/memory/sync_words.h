@@ -10,8 +10,10 @@
 enum sync_lock { SYNC_USER = 0, SYNC_PUBLISHER = 1, SYNC_LOCKS = 2 };
 
 enum { SYNC_SLOTS_MAX = 16 };
-/* bits of a LOCK's argument that say which lock; the number of slots is above them */
-enum { SYNC_LOCK_BITS = 8 };
+/* bits of the argument of LOCK, UNLOCK and RENEW that say which lock. Above them, for the
+ * publisher's LOCK, is the number of slots; for the user's lock SYNC_SHARED if the holding is
+ * shared. */
+enum { SYNC_LOCK_BITS = 8, SYNC_SHARED = 1 };
 /* bits of a version; in the answer to a publisher's LOCK the slot is above them */
 enum { SYNC_VERSION_BITS = 56 };
 static const uint64_t SYNC_BEGUN = (uint64_t)1 << 63;
@@ -24,7 +26,7 @@ struct sync_words {
         /* 0: free. Written last at a grant and first at a release, so this word alone decides */
         _Atomic uint64_t expires_ns;
         _Atomic uint64_t token;    /* the last token that was granted; 0: none */
-        _Atomic uint64_t session;  /* the holder's */
+        _Atomic uint64_t session;  /* the holder's; 0: shared holders, whose last lease ends then */
         _Atomic uint64_t request;  /* sequence number of the holder's request */
         _Atomic uint64_t released; /* bit (token / 2 mod 64): the holder released that token */
         _Atomic uint64_t fence;    /* lower tokens are refused */

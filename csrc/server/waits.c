@@ -351,11 +351,31 @@ static void see(struct look *look, struct smb_wait wait)
     look->found++;
 }
 
+struct look_at_lock {
+    struct look *look;
+    uint64_t segment, waiting;
+};
+
+static void see_holder(void *argument, uint64_t session, uint64_t token, uint64_t left_ms)
+{
+    struct look_at_lock *lock = argument;
+    see(lock->look, (struct smb_wait){.segment = lock->segment,
+                                      .kind = SMB_WAIT_SHARED,
+                                      .session = session,
+                                      .token = token,
+                                      .left_ms = left_ms,
+                                      .waiting = (uint32_t)lock->waiting});
+    lock->waiting = 0; /* so that the sum of all is the number of waiting requests */
+}
+
 static void look_at_segment(void *argument, struct smb_segment *segment)
 {
     struct sync_status now;
     uint64_t id = smb_segment_id(segment);
     sync_status(served_of(segment)->sync, smb_boot_ns(), &now);
+    struct look_at_lock shared = {argument, id, now.locks[SYNC_USER].waiting};
+    sync_each_holder(served_of(segment)->sync, smb_boot_ns(), see_holder, &shared);
+    now.locks[SYNC_USER].waiting = shared.waiting;
     for (uint32_t which = 0; which < SYNC_LOCKS; which++)
         see(argument,
             (struct smb_wait){.segment = id,

@@ -269,11 +269,12 @@ enum smb_wait_kind {
     SMB_WAIT_LOCK = 0,
     SMB_WAIT_PUBLISHER = 1,
     SMB_WAIT_BARRIER = 2,
-    SMB_WAIT_VERSION = 3
+    SMB_WAIT_VERSION = 3,
+    SMB_WAIT_SHARED = 4 /* one of several holders of a lock that is held shared */
 };
 struct smb_wait {
     uint64_t segment;
-    uint64_t session; /* the holder's, for LOCK and PUBLISHER; 0: the lock is free */
+    uint64_t session; /* the holder's, for LOCK, SHARED and PUBLISHER; 0: the lock is free */
     uint64_t token;   /* the holder's token */
     uint64_t left_ms; /* time until the lock expires, unless it is renewed */
     uint32_t kind;    /* enum smb_wait_kind */

@@ -44,11 +44,11 @@ class Renewals:
         self._busy: set[int] = set()  # ids of locks whose renewal is in progress
         self.lost = 0  # number of locks lost since the start
 
-    def held(self) -> int:
-        """Return the number of locks held, as far as this process knows."""
+    def held(self) -> list[Renewed]:
+        """Return the locks that are held, as far as this process knows."""
         with self._changed:
             locks = [ref() for _, _, ref in self._due.values()]
-        return sum(lock is not None and lock.held for lock in locks)
+        return [lock for lock in locks if lock is not None and lock.held]
 
     def add(self, lock: Renewed, every_s: float) -> None:
         """Renew the lock every `every_s` seconds from now on."""

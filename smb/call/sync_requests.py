@@ -35,6 +35,7 @@ from smb.errors import (
 from smb.transport.base import Deadline, SegmentLocation
 
 USER_LOCK, PUBLISHER_LOCK = 0, 1  # locks of a segment: csrc/memory/sync.h
+SHARED_LOCK = USER_LOCK | 1 << 8  # in LOCK, UNLOCK and RENEW: the user's lock, held by several at once
 # For errors: what lets a publisher wait longer for slow readers.
 WAIT_FOR_READERS = "Buffer.publish(readers=SECONDS), or smb.torch.Publisher.publish(timeout=SECONDS)"
 FOREVER_MS = 2**64 - 1
@@ -132,6 +133,11 @@ class Home:
         self._epoch = epoch
         self._relocate = relocate
         self._link: Link | None = None
+
+    @property
+    def segment_id(self) -> int:
+        """The segment whose lock, barrier or versions these are."""
+        return self._location.id
 
     @property
     def in_session(self) -> bool:
@@ -452,8 +458,8 @@ class Home:
             case Status.OUT_OF_MEMORY:
                 return OutOfMemoryError(
                     f"{asked}: {self._where()} has no room for the request: a connection may have {_WAITING_MAX} "
-                    f"requests waiting there, a session {_PINS_MAX} pins; if there are fewer, memory ran out there or "
-                    "in this process"
+                    f"requests waiting there, a session {_PINS_MAX} pins, and as many shared holdings of a lock; if "
+                    "there are fewer, memory ran out there or in this process"
                 )
             case _:
                 return TransportError(

@@ -116,7 +116,7 @@ SERVER: tuple[Description, ...] = (
         "Requests now waiting for a lock, a turn to publish, a barrier or a version.",
         "kind",
     ),
-    _gauge("smb_server_held_locks", "Locks and turns to publish that are held now.", "kind"),
+    _gauge("smb_server_held_locks", "Locks, shared holdings of locks, and turns to publish that are held now.", "kind"),
     _counter("smb_server_locks_granted_total", "Locks and turns to publish granted."),
     _counter("smb_server_lock_waits_total", "Requests for a lock or a turn to publish that had to wait."),
     _counter("smb_server_lock_timeouts_total", "Requests for a lock or a turn to publish that timed out."),

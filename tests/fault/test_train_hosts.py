@@ -125,6 +125,29 @@ def test_a_lock_by_itself_outlives_its_host(tmp_path: Path) -> None:
                 client.lock("x/y", replicas=3)
 
 
+def test_a_shared_lock_outlives_its_host(tmp_path: Path) -> None:
+    """Two share it while each host is lost in turn: both hold it on under one token; a third has it after both."""
+    with running_daemons(tmp_path) as daemons:
+        hosts = Hosts(daemons, "--session-lease", "5")
+        with hosts.connect() as one, hosts.connect() as two, hosts.connect() as third:
+            tokens = [0]
+            for name in NAMES:
+                held = [each.lock("x/y", ttl=3.0, replicas=2, shared=True).acquire() for each in (one, two)]
+                shared = held[0].token
+                assert held[1].token == shared > tokens[-1]
+                hosts.lose(name)
+                for lock in held:
+                    lock.check()
+                with pytest.raises(smb.TimeoutError):
+                    third.lock("x/y", timeout=0.2, replicas=2).acquire()
+                for lock in held:
+                    lock.release()
+                with third.lock("x/y", timeout=TIMEOUT_S, replicas=2) as alone:
+                    assert alone.token > shared
+                    tokens.append(alone.token)
+                hosts.replace(name)
+
+
 def test_locks_of_a_training_are_made_anew_with_two_copies(tmp_path: Path) -> None:
     """The lock of joining is freed when it is idle. Who joins next does not say how many copies the training has."""
     with running_daemons(tmp_path) as daemons:

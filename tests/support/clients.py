@@ -219,11 +219,14 @@ def in_process(function: Callable[..., Any], *given: Any, **options: Any) -> Ite
         messages.join_thread()
 
 
-def hold_lock(messages: Any, address: str, name: str, ttl: float, *, fenced: bool = False) -> None:
+def hold_lock(
+    messages: Any, address: str, name: str, ttl: float, *, fenced: bool = False, shared: bool = False
+) -> None:
     """Take the lock, tell the token, hold it; once it is lost try a fenced write, tell the errors."""
     with smb.connect(address, transport=FAR) as client:
         buffer = client.open(name) if fenced else None
-        lock = (buffer.lock(ttl=ttl) if buffer is not None else client.lock(name, ttl=ttl)).acquire()
+        lock = buffer.lock(ttl=ttl, shared=shared) if buffer is not None else client.lock(name, ttl=ttl, shared=shared)
+        lock.acquire()
         messages.put(lock.token)
         end = time.monotonic() + DEADLINE_S
         while lock.held and time.monotonic() < end:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from smb.config.limits import RENEWALS_PER_LEASE
 from smb.config.parse import format_bytes
 from smb.coordinator.bundles import Bundles
-from smb.coordinator.dashboard.history import Seen
+from smb.coordinator.dashboard.history import Seen, held_key
 from smb.coordinator.events import Instant
 from smb.coordinator.records import BufferRecord, ServerRecord
 from smb.coordinator.state import ARRIVED, State
@@ -379,12 +379,12 @@ def _of_waits(state: State, seen: Seen, now: Instant) -> Iterator[Problem]:
     for watch in seen.servers.values():
         for wait in watch.load.waits:
             record = owners.get(wait.segment_id)
-            since = seen.held_since.get((wait.segment_id, wait.kind, wait.token), now.monotonic)
+            since = seen.held_since.get(held_key(wait), now.monotonic)
             held_s = now.monotonic - since
             if record is None or not wait.session_id or not wait.waiting or held_s < HELD_S:
                 continue
             holder = state.client_name(wait.session_id, "an unknown client")
-            what = "lock" if wait.kind == "lock" else "right to publish"
+            what = "right to publish" if wait.kind == "publication" else "lock"
             waiting = f"{wait.waiting} {'client waits' if wait.waiting == 1 else 'clients wait'}"
             title = f"{record.title}: {holder} has held the {what} for {held_s:.0f} s, and {waiting} for it"
             action = (

@@ -12,6 +12,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeAlias
 
 from smb.coordinator.commit_log import Committed
 from smb.coordinator.dashboard.states import ClientReport, ReportedStates
@@ -45,6 +46,14 @@ FAILED_MAX = 1000
 IN = frozenset({"write", "accumulate", "fetch_add", "compare_swap"})
 OUT = frozenset({"read"})
 WITHIN = frozenset({"fill", "accumulate_from", "apply"})
+
+
+HeldKey: TypeAlias = tuple[int, str, int, int]  # segment, kind, token, session
+
+
+def held_key(wait: pb.Wait) -> HeldKey:
+    """Return what tells a holding from others, in all reports of it."""
+    return wait.segment_id, wait.kind, wait.token if wait.session_id else 0, wait.session_id
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +199,7 @@ class Seen:
     servers: Mapping[str, ServerWatch]
     left: Mapping[str, float]  # when each server stopped cleanly
     lost_clients: Sequence[tuple[float, str]]  # (when, client name), of the last minutes
-    held_since: Mapping[tuple[int, str, int], float]  # when (segment, kind, token) was first seen, monotonic
+    held_since: Mapping[HeldKey, float]  # when each holding was first seen, monotonic
     events: Sequence[tuple[float, int, str]]  # (when, level of the logging module, text), newest last
     history: History
     failed_calls: Mapping[str, int] = field(default_factory=dict)  # calls by method that met a bug, in the last minute
@@ -213,7 +222,7 @@ class EventWatch:
         self._all = Bins()
         self._left: dict[str, float] = {}
         self._lost_clients: deque[tuple[float, str]] = deque(maxlen=LOST_CLIENTS_MAX)
-        self._held: dict[str, dict[tuple[int, str, int], float]] = {}
+        self._held: dict[str, dict[HeldKey, float]] = {}
         self._events: deque[tuple[float, int, str]] = deque(maxlen=EVENTS_MAX)
         self._failed: deque[tuple[float, str]] = deque(maxlen=FAILED_MAX)
         self.trainings = Trainings()
@@ -238,8 +247,7 @@ class EventWatch:
             if load.deferred_requests:
                 fresh = replace(fresh, deferred_since=(known.deferred_since if known else 0.0) or now.monotonic)
             held = self._held.get(name, {})
-            keys = [(wait.segment_id, wait.kind, wait.token if wait.session_id else 0) for wait in load.waits]
-            self._held[name] = {key: held.get(key, now.monotonic) for key in keys}
+            self._held[name] = {key: held.get(key, now.monotonic) for key in map(held_key, load.waits)}
             self._servers[name] = fresh
 
     def saw(self, event: Event, before: State, committed: Committed, now: Instant) -> None:

@@ -30,7 +30,7 @@ from smb.coordinator.dashboard.buffer_rows import (
 )
 from smb.coordinator.dashboard.clients import client_page, client_rows, session_key
 from smb.coordinator.dashboard.diagnosis import USUAL, Problem, owners_of, problems
-from smb.coordinator.dashboard.history import Amounts, EventWatch, History, LoadRates, ServerWatch
+from smb.coordinator.dashboard.history import Amounts, EventWatch, History, LoadRates, ServerWatch, held_key
 from smb.coordinator.dashboard.moment import Json, Moment, settings_of
 from smb.coordinator.dashboard.states import ClientReport
 from smb.coordinator.dashboard.trainings import Rounds, WorkerSeen
@@ -472,8 +472,7 @@ def _waits(view: Moment) -> list[Json]:
 
 def _wait(view: Moment, watch: ServerWatch, server: str, wait: pb.Wait, owner: BufferRecord) -> Json:
     age_s = view.now.monotonic - watch.at
-    token = wait.token if wait.session_id else 0
-    since = view.seen.held_since.get((wait.segment_id, wait.kind, token), view.now.monotonic)
+    since = view.seen.held_since.get(held_key(wait), view.now.monotonic)
     holder = view.state.client_name(wait.session_id) if wait.session_id else None
     return {
         "what": wait.kind,
@@ -501,7 +500,8 @@ def _title(wait: pb.Wait, owner: BufferRecord) -> str:
         return f"next version of {name}"
     if wait.kind == "publication":
         return f"publication of {name}"
-    return f"lock of buffer {name}" if owner.kind is Kind.BUFFER else f"lock {name}"
+    shared = " (shared)" if wait.kind == "shared" else ""
+    return (f"lock of buffer {name}" if owner.kind is Kind.BUFFER else f"lock {name}") + shared
 
 
 def _waits_left_out(view: Moment) -> int:

@@ -116,7 +116,7 @@ const clients = new Table($("clients"), {
 
 const waits = new Table($("waits"), {
   label: "locks, and what waits",
-  key: (w) => `${w.what} ${w.kind} ${w.name} ${w.server}`,
+  key: (w) => `${w.what} ${w.kind} ${w.name} ${w.server} ${w.what === "shared" ? w.holder_key : ""}`,
   columns: [
     { head: "What", sort: (w) => w.title, cell: (w) => w.title },
     { head: "Held by", half: true, sort: (w) => w.holder ?? "", cell: (w) => w.holder ?? "nobody" },
