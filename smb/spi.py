@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 from smb.call.sync_requests import LOST
 from smb.engine import SOURCES_MAX, crc32c, memory_of
 from smb.rpc.control_pb2 import TrainingReport
+from smb.rpc import control_pb2 as pb
 from smb.rpc.metadata import encode
 from smb.transport.reconnect import connections_for
 
@@ -33,6 +34,7 @@ __all__ = [
     "memory_of",  # of a block that a restore writes into a version
     "note_name",
     "opened_by",
+    "rename_file",
     "session_of",
     "versions_of",
 ]
@@ -93,3 +95,27 @@ def note_name(buffer: Buffer, name: str) -> None:
     For files, which make a buffer under a private name.
     """
     buffer._renamed(name)
+
+
+def rename_file(
+    client: Client,
+    buffer: tuple[str, int],
+    new_name: str,
+    *,
+    replace: bool = False,
+    displaced_name: str = "",
+    attributes: bytes | None = None,
+) -> None:
+    """Rename as Client.rename and displace do, and store the attributes of the buffer's file in the same step.
+
+    For files; other modules do not know the attributes' format. `buffer` is a name and an id, 0 for any. `new_name`
+    may be the present name. None leaves the attributes that are stored. Raises as Client.rename, InvalidArgumentError
+    for more than 4096 bytes of attributes, and OutOfMemoryError.
+    """
+    session = session_of(client)
+    session.check_open()
+    request = pb.RenameBufferRequest(
+        name=buffer[0], new_name=new_name, replace=replace, displaced_name=displaced_name, id=buffer[1],
+        file_attributes=attributes,
+    )  # fmt: skip
+    session.coordinator.rename_buffer(request, session.timeout)

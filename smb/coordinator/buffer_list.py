@@ -22,6 +22,7 @@ from smb.security.roles import Caller
 
 PAGE_BUFFERS = 1000  # 160 KiB if each has one segment
 PAGE_SEGMENTS = 8192  # 1 MiB; a page ends with the buffer that exceeds it
+PAGE_ATTRIBUTE_BYTES = 1 << 20  # the same for the attributes of files; gRPC takes messages of 4 MiB
 PAGES_KEPT_MAX = 64  # of all namespaces; the least recently used one is dropped
 
 
@@ -113,12 +114,12 @@ class _Index:
 
 def _page(index: _Index, state: State, lost: Collection[int], who: Caller, after: str) -> pb.ListBuffersReply:
     reply = pb.ListBuffersReply()
-    segments = 0
+    segments = attribute_bytes = 0
     for at in range(bisect_right(index.listed, after, key=attrgetter("name")), len(index.listed)):
         record = index.listed[at]
         if not who.may_see(record.name):
             continue
-        if len(reply.buffers) == PAGE_BUFFERS or segments > PAGE_SEGMENTS:
+        if len(reply.buffers) == PAGE_BUFFERS or segments > PAGE_SEGMENTS or attribute_bytes > PAGE_ATTRIBUTE_BYTES:
             reply.more = True
             break
         message = buffer_message(state, record, listed=True, names=index.names)
@@ -126,4 +127,5 @@ def _page(index: _Index, state: State, lost: Collection[int], who: Caller, after
             segment.lost = segment.id in lost
         reply.buffers.append(message)
         segments += len(record.segments)
+        attribute_bytes += len(record.file_attributes)
     return reply

@@ -291,7 +291,7 @@ class BufferDeleted:
 class BufferRenamed:
     """A rename of one buffer, or of all buffers in a folder. With `replace`, an existing buffer of the new name is
     deleted, or gets the name `displaced_name` if that is not empty. With an `id` other than 0, only the buffer with
-    that id is renamed.
+    that id is renamed. `file_attributes` replaces those of the buffer, unless it is None.
     """
 
     name: str
@@ -300,6 +300,7 @@ class BufferRenamed:
     displaced_name: str = ""
     folder: bool = False
     id: int = 0
+    file_attributes: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)

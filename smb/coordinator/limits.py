@@ -10,4 +10,5 @@ SESSIONS_PER_CERTIFICATE_MAX = 32_768  # so that one certificate cannot take all
 CALLS_MAX = 2048  # in progress at the port for all; a quarter is for operators and memory servers alone
 CALLS_PER_CERTIFICATE_MAX = 512  # half a second's work; a quarter is for renewals of sessions
 CALLS_WAITING_MAX = 32_768  # of one certificate, until they may begin; each takes 16 KiB, and each session may have one
+FILE_ATTRIBUTES_USUAL_BYTES = 128  # rights, times and an owner, of all buffers 16 MiB; longer ones count as metadata
 METADATA_BYTES_MAX = 16 << 20  # packed metadata of all buffers: it is held in memory, and read whole at each start

@@ -163,6 +163,7 @@ def buffer_message(
         packed_metadata=b"" if listed else record.metadata,
         replicas=record.replicas,
         mirror_of=source_name,
+        file_attributes=record.file_attributes,
     )
 
 

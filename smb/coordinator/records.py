@@ -79,6 +79,7 @@ class BufferRecord:
     attempt_id: int = 0  # identifies a creation that a client may repeat; 0: it is not repeated
     replicas: int = 1
     mirror_of: int = 0  # the id of the published buffer that this one mirrors; 0: not a mirror
+    file_attributes: bytes = b""  # rights, times and the like of the file that shows the buffer (smb/files)
 
     @property
     def key(self) -> str:
@@ -152,6 +153,9 @@ class BufferRecord:
         if not self.mirror_of:
             del fields["mirror_of"]
         fields["metadata"] = b64encode(self.metadata).decode()
+        fields["file_attributes"] = b64encode(self.file_attributes).decode()
+        if not self.file_attributes:
+            del fields["file_attributes"]
         return json.dumps(fields, ensure_ascii=False)
 
     @staticmethod
@@ -163,6 +167,7 @@ class BufferRecord:
         fields["kind"] = Kind(fields.get("kind", Kind.BUFFER))
         stored = fields.get("metadata", "")  # earlier versions stored the text without packing it
         fields["metadata"] = pack(stored) if stored.startswith("{") else b64decode(stored)
+        fields["file_attributes"] = b64decode(fields.get("file_attributes", ""))
         return BufferRecord(**fields)
 
 

@@ -658,8 +658,9 @@ class CoordinatorService(CoordinatorServicer):
         failpoint("coordinator.rename.asked")
         await self._until_known(Kind.BUFFER, request.name, request.id, context)
         event = BufferRenamed(
-            request.name, request.new_name, request.replace, request.displaced_name, request.folder, request.id
-        )
+            request.name, request.new_name, request.replace, request.displaced_name, request.folder, request.id,
+            request.file_attributes if request.HasField("file_attributes") else None,
+        )  # fmt: skip
         committed = await self._commit_log.commit(event)
         failpoint("coordinator.rename.stored")
         await self._segments.drop(committed)

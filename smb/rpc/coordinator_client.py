@@ -97,7 +97,9 @@ def _is_repeatable(request: Any) -> bool:
     """
     if isinstance(request, pb.DeleteBufferRequest):
         return bool(request.id and request.missing_ok)
-    return not isinstance(request, pb.RenameBufferRequest)
+    if isinstance(request, pb.RenameBufferRequest):  # without another name it stores attributes of a file
+        return bool(request.id and request.name == request.new_name)
+    return True
 
 
 def _why_not(address: str, credentials: Credentials | None) -> str:

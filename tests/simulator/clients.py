@@ -66,6 +66,7 @@ class Known:
     replicas: int
     segments: list[pb.Segment] = field(default_factory=list)
     number: int = 0  # of this client's last write
+    attributes: bytes | None = None  # of its file, as acknowledged; None: they may be any
 
 
 class Client:
@@ -238,6 +239,26 @@ class Client:
         known.name = other
         self._settled(name, None)
         self._settled(other, known)
+
+    @event(2)
+    async def describe(self) -> None:
+        """Store attributes of a file with one of our buffers, as a mount does after chmod."""
+        name = self._some(there=True)
+        known = self.names.get(name)
+        if known is None:
+            return
+        self._opened(name)
+        before, known.attributes = known.attributes, None
+        wanted = self._rng.randbytes(4)
+        request = pb.RenameBufferRequest(name=name, new_name=name, id=known.id, file_attributes=wanted)
+        try:
+            await self.call("RenameBuffer", request, again=False)
+        except FailedError as error:
+            known.attributes = None if error.unknown else before
+            self._refused(error, {name: known})
+            raise
+        known.attributes = wanted
+        self._settled(name, known)
 
     @event(2)
     async def find(self) -> None:

@@ -292,7 +292,7 @@ def no_acknowledged_change_is_lost(world: World) -> str:
 
 @at_rest
 def names_are_as_they_were_told(world: World) -> str:
-    """Creations, renames and deletions that were acknowledged hold."""
+    """Creations, renames, deletions and attributes of files that were acknowledged hold."""
     state = world.leading_state()
     assert state is not None
     for client in world.clients:
@@ -301,6 +301,8 @@ def names_are_as_they_were_told(world: World) -> str:
             if (known.id if known is not None else None) != (record.id if record is not None else None):
                 there, told = [each.id if each is not None else 0 for each in (record, known)]
                 return f"{name}: {told:016x} was acknowledged, the records have {there:016x}"
+            if record is not None and known is not None and known.attributes not in (None, record.file_attributes):
+                return f"{name}: its file's attributes are not the acknowledged {known.attributes!r}"
     return ""
 
 

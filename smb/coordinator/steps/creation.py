@@ -67,7 +67,7 @@ def buffer_wanted(state: State, event: BufferWanted, now: Instant) -> Step:
             f'no place for "{creation.name}": a cluster has at most {limits.BUFFERS_MAX} buffers; delete some first'
         )
     if creation.metadata:
-        _check_room_for_metadata(state, creation)
+        check_room_for_metadata(state, creation.asked, len(creation.metadata))
     if creation.like:
         like = find_ready(state, creation.like)
         creation = _shaped_like(creation, like)
@@ -315,12 +315,12 @@ def _check_same(state: State, existing: BufferRecord, creation: Creation) -> Non
         )
 
 
-def _check_room_for_metadata(state: State, creation: Creation) -> None:
-    there = sum(len(record.metadata) for record in state.buffers.values())
-    wanted = len(creation.metadata)
+def check_room_for_metadata(state: State, asked: str, wanted: int) -> None:
+    """Raise OutOfMemoryError unless all buffers' metadata and file attributes may grow by so many bytes."""
+    there = sum(len(record.metadata) + len(record.file_attributes) for record in state.buffers.values())
     if there + wanted > limits.METADATA_BYTES_MAX:
         raise OutOfMemoryError(
-            f"{creation.asked}: no room for {wanted} bytes of packed metadata: the existing buffers have {there} of at "
+            f"{asked}: no room for {wanted} bytes of packed metadata: the existing buffers have {there} of at "
             f"most {limits.METADATA_BYTES_MAX} bytes; delete some, or keep the metadata in a buffer"
         )
 

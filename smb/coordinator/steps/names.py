@@ -6,6 +6,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
+from smb.coordinator import limits
 from smb.coordinator.drop_rules import dropped
 from smb.coordinator.events import (
     BufferDeleted,
@@ -22,7 +23,8 @@ from smb.coordinator.events import (
 from smb.coordinator.published import published_as
 from smb.coordinator.quotas import check_quota
 from smb.coordinator.records import BufferRecord, Kind
-from smb.coordinator.state import ARRIVED, State, Step, allocate, delete, end_copies_beside, find_ready
+from smb.coordinator.state import ARRIVED, State, Step, allocate, delete, end_copies_beside, find_ready, put
+from smb.coordinator.steps.creation import check_room_for_metadata
 from smb.coordinator.validate import check_name
 from smb.drop_reasons import Ground
 from smb.errors import AlreadyExistsError, InvalidArgumentError, NotFoundError
@@ -57,16 +59,18 @@ def buffer_renamed(state: State, event: BufferRenamed, _: Instant) -> Step:
     """Rename a buffer or folder. An existing buffer of the new name is replaced or put aside, if the event says so."""
     asked = f'rename of "{event.name}" to "{event.new_name}"'
     check_name(Kind.BUFFER, event.new_name)
-    if event.folder and event.id:
-        raise InvalidArgumentError(f"{asked}: a folder has no id, so the request must not give one")
+    if event.folder and (event.id or event.file_attributes is not None):
+        raise InvalidArgumentError(f"{asked}: a folder has no id and no attributes, so the request must not give any")
     if event.folder:
         return _folder_renamed(state, event, asked)
     try:
         record = find_ready(state, event.name, event.id)
     except NotFoundError as error:
         raise NotFoundError(f"{asked}: {error}") from None
+    if event.file_attributes is not None:
+        state, record = _described(state, record, event.file_attributes, asked)
     if event.new_name == event.name:
-        return state, ()
+        return state, (() if event.file_attributes is None else (SaveBuffer(record),))
     effects: tuple[Effect, ...] = ()
     there = state.buffers.get(event.new_name)
     for each in (record, *([there] if there is not None else [])):
@@ -127,6 +131,15 @@ def _called(state: State, records: Sequence[BufferRecord], names: Sequence[str],
         # In this order: if a record takes the name that another one leaves, its save must be the key's later change.
         effects += [EraseBuffer(record.key), SaveBuffer(other), WakeOpeners(other.key)]
     return state, tuple(effects)
+
+
+def _described(state: State, record: BufferRecord, attributes: bytes, asked: str) -> tuple[State, BufferRecord]:
+    """Give a record other attributes of its file. Few bytes always have room: BUFFERS_MAX bounds them, too."""
+    grown = len(attributes) - len(record.file_attributes)
+    if grown > 0 and len(attributes) > limits.FILE_ATTRIBUTES_USUAL_BYTES:
+        check_room_for_metadata(state, asked, grown)
+    record = replace(record, file_attributes=attributes)
+    return put(state, record), record
 
 
 def _check_without_mirrors(state: State, record: BufferRecord, asked: str) -> None:

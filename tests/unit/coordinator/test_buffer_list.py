@@ -132,3 +132,16 @@ def test_one_certificate_has_one_place_in_the_queue() -> None:
         assert order.count("one") == 20
 
     asyncio.run(run())
+
+
+def test_a_page_of_long_attributes_fits_into_a_message() -> None:
+    async def run() -> None:
+        state, lists = state_of(1000), Lists()
+        state = replace(state, buffers={k: replace(b, file_attributes=bytes(4096)) for k, b in state.buffers.items()})
+        pages = [await lists.page(state)]
+        while pages[-1].more:
+            pages.append(await lists.page(state, pages[-1].buffers[-1].name))
+        assert [each.name for page in pages for each in page.buffers] == sorted(state.buffers)
+        assert all(page.ByteSize() < 2 << 20 for page in pages)
+
+    asyncio.run(run())

@@ -537,6 +537,30 @@ def test_all_metadata_together_has_a_limit(cluster: Cluster, monkeypatch: pytest
     cluster.create("u", elements=1, metadata=bytes(7))
 
 
+def test_attributes_of_a_file_are_stored_with_the_record(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Alone or by a rename, and kept by every other rename; a folder has none. Beyond the usual length they count as
+    metadata."""
+    cluster.create("f/w", elements=1)
+    cluster.do(BufferRenamed("f/w", "f/w", file_attributes=b"one"))
+    assert cluster.only(SaveBuffer).record == cluster.state.buffers["f/w"]
+    cluster.do(BufferRenamed("f/w", "f/v"))
+    record = cluster.state.buffers["f/v"]
+    assert record.file_attributes == b"one"
+    assert BufferRecord.from_json(record.to_json()) == record
+    cluster.do(BufferRenamed("f/v", "f/w", file_attributes=b""))
+    plain = cluster.state.buffers["f/w"]
+    assert plain.file_attributes == b""
+    assert "file_attributes" not in plain.to_json()  # as versions before wrote it
+    with pytest.raises(errors.InvalidArgumentError, match=r"a folder has no id and no attributes"):
+        cluster.do(BufferRenamed("f", "g", folder=True, file_attributes=b"one"))
+    monkeypatch.setattr(limits, "METADATA_BYTES_MAX", 300)
+    cluster.create("v", elements=1)
+    cluster.do(BufferRenamed("v", "v", file_attributes=bytes(200)))
+    with pytest.raises(errors.OutOfMemoryError, match=r"no room for 200 bytes"):
+        cluster.do(BufferRenamed("f/w", "f/w", file_attributes=bytes(200)))
+    cluster.do(BufferRenamed("f/w", "f/w", file_attributes=bytes(128)))  # usual ones have room in any case
+
+
 def test_sessions_live_as_long_as_they_renew() -> None:
     """A session ends by its close or by its lease, the latter with a log line; it is never taken back."""
     cluster = Cluster()
