@@ -11,6 +11,7 @@ from smb.buffer import Buffer
 from smb.buffer_info import BufferInfo
 from smb.client import Client
 from smb.errors import Error, NotFoundError
+from smb.files.attributes import Attributes, decode
 from smb.files.formats import FileView, forms_of, may_be_empty, path_in, view_of
 from smb.files.names import Form, is_long, is_private, name_of, path_of
 
@@ -19,24 +20,43 @@ FRESH_S = 1.0  # how long new buffers of other clients may stay unseen, and dele
 _CHEAP_S = 0.05
 _MISSES_COST = 10
 _SERVERS_FRESH_S = 1.0
+_ROOM_FRESH_S = 10.0  # for a file that takes a small part of what was free
+_SMALL_PART = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """All buffers by path, and every directory above a buffer."""
+    """All buffers by path, and every directory above a buffer, with the number of buffers below it.
 
-    infos: Mapping[str, BufferInfo] = field(default_factory=dict)
-    folders: frozenset[str] = frozenset()
+    A Catalogue changes its latest listing in place while others look things up. To go through one, take a copy first:
+    dict(listing.infos) is one step.
+    """
+
+    infos: dict[str, BufferInfo] = field(default_factory=dict)
+    folders: dict[str, int] = field(default_factory=dict)
 
     @classmethod
     def of(cls, infos: Mapping[str, BufferInfo]) -> Listing:
-        folders: set[str] = set()
-        for path in infos:
-            folder = "" if is_private(path) else path.rpartition("/")[0]
-            while folder and folder not in folders:
-                folders.add(folder)
+        listing = cls()
+        listing.change(infos)
+        return listing
+
+    def change(self, change: Mapping[str, BufferInfo | None]) -> None:
+        """Apply changes of some paths: a buffer, or None for a path that is gone. Held by its Catalogue's lock."""
+        for path, info in change.items():
+            step = (info is not None) - (path in self.infos)
+            if info is None:
+                self.infos.pop(path, None)
+            else:
+                self.infos[path] = info
+            folder = "" if is_private(path) or not step else path.rpartition("/")[0]
+            while folder:
+                below = self.folders.get(folder, 0) + step
+                if below:
+                    self.folders[folder] = below
+                else:
+                    del self.folders[folder]
                 folder = folder.rpartition("/")[0]
-        return cls(infos, frozenset(folders))
 
 
 class Catalogue:
@@ -57,15 +77,16 @@ class Catalogue:
         # one handle for each buffer, so that its paths to the servers are found once
         self._buffers: dict[int, Buffer] = {}
         self._space: tuple[float, int, int] = (float("-inf"), 0, 0)
+        self._changed = False  # buffers were made or removed since `_space` was read
 
-    def listing(self, *, missed: bool = False) -> Listing:
-        """Return the listing, at most FRESH_S old. With `missed` it is requested now: the last one lacked a wanted
-        path.
+    def listing(self, *, missed: bool = False, anew: bool = False) -> Listing:
+        """Return the listing, at most FRESH_S old. With `missed`, because the last one lacked a wanted path, it is
+        requested again unless that would be too often, and with `anew` in any case.
         """
         with self._lock:
             age = time.monotonic() - self._read_at
             missed_s = 0.0 if self._cost < _CHEAP_S else min(FRESH_S, _MISSES_COST * self._cost)
-            if age < (missed_s if missed else FRESH_S):
+            if not anew and age < (missed_s if missed else FRESH_S):
                 return self._listing
             changes: list[dict[str, BufferInfo | None]] = []
             self._pending.append(changes)
@@ -80,11 +101,12 @@ class Catalogue:
             self._end(changes)
             if begun < self._read_at:
                 return self._listing
+            listing = Listing.of(infos)
             for change in changes:
-                _change(infos, change)
-            self._listing, self._read_at = Listing.of(infos), begun
+                listing.change(change)
+            self._listing, self._read_at = listing, begun
             self._cost = time.monotonic() - begun
-            known = {info.id for info in infos.values()}
+            known = {info.id for info in listing.infos.values()}
             self._buffers = {number: buffer for number, buffer in self._buffers.items() if number in known}
             return self._listing
 
@@ -102,11 +124,18 @@ class Catalogue:
         except (Error, OSError):  # the buffer is gone by now, or another program created it
             return info.name
 
-    def add(self, path: str, buffer: Buffer) -> None:
-        """Note a buffer that was created here."""
+    def add(self, path: str, buffer: Buffer, attributes: bytes) -> None:
+        """Note a buffer that was created here, with its file's attributes."""
         with self._lock:
             self._buffers[buffer.info.id] = buffer
-            self._show({path: buffer.info})
+            self._show({path: replace(buffer.info, name=name_of(path), file_attributes=attributes)})
+
+    def describe(self, path: str, buffer_id: int, attributes: bytes) -> None:
+        """Note attributes that were stored here."""
+        with self._lock:
+            info = self._listing.infos.get(path)
+            if info is not None and info.id == buffer_id:
+                self._show({path: replace(info, file_attributes=attributes)})
 
     def remove(self, path: str) -> None:
         """Note a buffer that was deleted here."""
@@ -131,14 +160,20 @@ class Catalogue:
             self.remove(path)
             raise
         with self._lock:
+            listed = self._listing.infos.get(path)
+            seen = None if listed is None else (listed.id, listed.file_attributes)
+            if seen != (buffer.info.id, buffer.info.file_attributes):
+                self._show({path: buffer.info})
             known = self._buffers.get(buffer.info.id)
             if known is not None and known.name == name:
                 return known
             self._buffers[buffer.info.id] = buffer
-            listed = self._listing.infos.get(path)
-            if listed is None or listed.id != buffer.info.id:
-                self._show({path: buffer.info})
         return buffer
+
+    def attributes(self, path: str, buffer: Buffer) -> Attributes:
+        """Return the attributes of a file's buffer, as last seen."""
+        info = self._listing.infos.get(path)
+        return decode((info if info is not None and info.id == buffer.info.id else buffer.info).file_attributes)
 
     def is_current(self, path: str, buffer_id: int) -> bool:
         """Return True if the buffer at that path is still this one."""
@@ -178,26 +213,23 @@ class Catalogue:
         known numbers.
         """
         read_at, capacity, free = self._space
-        if time.monotonic() - read_at > _SERVERS_FRESH_S:
+        if self._changed or time.monotonic() - read_at > _SERVERS_FRESH_S:
+            self._changed = False
             may_live = [server for server in self._client.servers() if server.may_live]
             capacity = sum(server.capacity for server in may_live)
             free = sum(server.free for server in may_live if not server.draining)
             self._space = time.monotonic(), capacity, free
         return capacity, free
 
+    def has_room(self, nbytes: int) -> bool:
+        """Return True if there is room for so many bytes. Asks for a small file only now and then."""
+        read_at, _, free = self._space
+        if time.monotonic() - read_at < _ROOM_FRESH_S and nbytes * _SMALL_PART < free:
+            return True
+        return nbytes <= self.space()[1]
+
     def _show(self, change: dict[str, BufferInfo | None]) -> None:
         for changes in self._pending:
             changes.append(change)
-        infos = dict(self._listing.infos)
-        _change(infos, change)
-        self._listing = Listing.of(infos)
-        self._space = (float("-inf"), 0, 0)
-
-
-def _change(infos: dict[str, BufferInfo], change: Mapping[str, BufferInfo | None]) -> None:
-    """Apply changes of some paths: a buffer, or None for a path that is gone."""
-    for path, info in change.items():
-        if info is None:
-            infos.pop(path, None)
-        else:
-            infos[path] = info
+        self._listing.change(change)
+        self._changed = True

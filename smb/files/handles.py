@@ -6,11 +6,13 @@ import errno
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, cast
 
 from smb.errors import Error
+from smb.files.attributes import NONE, Attributes
 from smb.files.contents import FrozenFile, Live, Octets
 from smb.files.error_codes import as_os_errors, os_error, refuse
 from smb.files.staged_file import StagedFile
@@ -19,13 +21,41 @@ if TYPE_CHECKING:
     from smb.files.namespace import NameTree
 
 
+@dataclass(frozen=True, slots=True)
+class FileStatus:
+    """The result of stat. `modified` is the time, in ns since 1970, of the last change by this process, else the one
+    that was set, else of the creation. `changed` is that of the last change of bytes or attributes.
+    """
+
+    nbytes: int
+    modified: int
+    directory: bool = False
+    version: int | None = None
+    attributes: Attributes = NONE
+    changed: int = 0
+
+    @property
+    def link(self) -> bool:
+        """True for a symbolic link: `nbytes` is then the length of its target."""
+        return self.attributes.link
+
+
 class FileNode:
     """An open file, or a staged file that is not a buffer yet. All handles of one path share it."""
 
-    def __init__(self, path: str, content: Live | StagedFile, modified: int) -> None:
+    def __init__(
+        self,
+        path: str,
+        content: Live | StagedFile,
+        modified: int,
+        attributes: Attributes = NONE,
+    ) -> None:
         self.path = path
         self.content = content
         self.modified = modified
+        self.attributes = attributes  # of a file that is in the cluster: as stored there
+        self.since = 0  # time of its last change before it was opened; 0 for a new file
+        self.stale = False  # the time of change that is stored in the cluster was set before the last write
         self.written = 0  # time of the last write, 0 if there was none since it was opened
         self.changed = False  # a staged file that is not yet in the cluster
         self.handles = 0
@@ -34,6 +64,20 @@ class FileNode:
         self.displaced = ""  # the private name of its buffer, after another file took its place
         self.base_bytes = 0  # size of the file that the staged file replaces: up to this size no more room is needed
         self.lock = threading.RLock()
+
+    def touch(self, now: int) -> None:
+        """Note a change of the bytes: a time that was set before is over."""
+        self.modified = now
+        if self.attributes.modified is not None:
+            self.stale = True
+            self.attributes = replace(self.attributes, modified=None)
+
+    def describe(self, attributes: Attributes) -> None:
+        """Note attributes that were set."""
+        if attributes.modified is not None:
+            self.modified = attributes.modified
+            self.stale = False
+        self.attributes = attributes
 
     def note_unwritten(self, start: int, stop: int) -> None:
         """Note that a write of these bytes into the staged file found no room, so the file is incomplete."""
@@ -45,6 +89,12 @@ class FileNode:
         left = self.unwritten
         if left and start <= left.start and left.stop <= stop:
             self.unwritten = range(0)
+
+
+def status_of(node: FileNode) -> FileStatus:
+    """Return the status of an open file."""
+    changed = max(node.since, node.modified if node.written else 0, node.attributes.changed or 0) or node.modified
+    return FileStatus(node.content.nbytes, node.modified, attributes=node.attributes, changed=changed)
 
 
 class OpenFile:
@@ -115,6 +165,19 @@ class OpenFile:
                 return offset + data.size
         except Error as error:
             raise os_error(error, gone=errno.ESTALE) from error
+
+    def status(self) -> FileStatus:
+        """Return the status of the opened file, also after it lost its name."""
+        if self._node is not None:
+            return status_of(self._node)
+        return FileStatus(self.nbytes, self.modified)
+
+    def describe(self, change: Callable[[Attributes], Attributes]) -> None:
+        """Change its attributes, as NameTree.describe does; after it lost its name, for this opening alone."""
+        if self._node is not None and self._node.removed:
+            self._node.describe(change(self._node.attributes))
+        else:
+            self._tree.describe(self._path if self._node is None else self._node.path, change)
 
     def truncate(self, nbytes: int) -> None:
         if self._node is None or not self.writable:

@@ -21,15 +21,16 @@ from smb.buffer_info import BufferInfo
 from smb.client import Client
 from smb.errors import Error, NotFoundError, OutOfMemoryError
 from smb.files import formats
-from smb.files.catalogue import Catalogue
+from smb.files.attributes import decode
+from smb.files.catalogue import Catalogue, Listing
 from smb.files.contents import FrozenFile, Live, Octets, Reads
 from smb.files.error_codes import refuse
 from smb.files.formats import FileSpec, FileView, header_bytes, plain_spec, spec_of
 from smb.files.handles import FileNode
-from smb.files.names import Form, ShownBuffer, is_long, listed_as, name_of
+from smb.files.names import Form, ShownBuffer, is_long, listed_as, name_of, path_of
 from smb.files.staged_file import StagedFile
 from smb.files.temporary_names import create, private_name
-from smb.spi import note_name
+from smb.spi import note_name, rename_file
 
 _COPY_BYTES = 8 << 20
 _log = logging.getLogger("smb")
@@ -81,8 +82,10 @@ class Maker:
     def is_listed(self, found: FoundForm, path: str) -> bool:
         """Return True if that is the path under which it is listed."""
         listing = self._catalogue.listing()
-        folders = listing.folders | self._folders
-        return self.listed(found.shown.name, found.info, listing.infos, folders) == path
+        return self.listed(found.shown.name, found.info, listing.infos, self._folders_of(listing)) == path
+
+    def _folders_of(self, listing: Listing) -> Container[str]:
+        return self._folders.union(listing.folders.copy())
 
     def spec(self, path: str, source: Reads) -> FileSpec:
         """Return the buffer that a file becomes by its path; a buffer of bytes if another file is in the way of a typed
@@ -99,7 +102,7 @@ class Maker:
             return True
         listing = self._catalogue.listing(missed=True)
         info = listing.infos.get(target)
-        return info is None or self.listed(target, info, listing.infos, listing.folders | self._folders) == path
+        return info is None or self.listed(target, info, listing.infos, self._folders_of(listing)) == path
 
     def filled(self, source: Reads, spec: FileSpec, before: BufferInfo | None = None) -> Buffer:
         """Make a buffer that has all of a file, under a private name.
@@ -137,19 +140,44 @@ class Maker:
                 self._dropped.append(name)
                 return
 
-    def named(self, buffer: Buffer, spec: FileSpec, there: FoundForm | None, victim: FileNode | None) -> Live:
-        """Give a buffer its final name. This does not open it under that name, which may be another client's by
-        then.
+    def named(
+        self, buffer: Buffer, spec: FileSpec, there: FoundForm | None, victim: FileNode | None, attributes: bytes,
+    ) -> Live:  # fmt: skip
+        """Give a buffer its final name, and its file's attributes. This does not open it under that name, which may be
+        another client's by then.
         """
         name = buffer.name
         try:
-            self.put(name, spec.name, there, victim)
+            self.put(name, spec.name, there, victim, attributes or None)
         except BaseException:
             self.drop(name)
             raise
         note_name(buffer, name_of(spec.name))
-        self._catalogue.add(spec.name, buffer)
+        self._catalogue.add(spec.name, buffer, attributes)
         return Live(buffer, spec.view)
+
+    def linked(self, buffer: Buffer, spec: FileSpec, attributes: bytes) -> None:
+        """Give a symbolic link's buffer its name. Raises AlreadyExistsError."""
+        try:
+            rename_file(self._client, (buffer.name, 0), name_of(spec.name), attributes=attributes)
+        except BaseException:
+            self.drop(buffer.name)
+            raise
+        note_name(buffer, name_of(spec.name))
+        self._catalogue.add(spec.name, buffer, attributes)
+
+    def describe(self, found: FoundForm, attributes: bytes) -> None:
+        """Store a file's attributes. Raises NotFoundError if another client has replaced it."""
+        if attributes != found.info.file_attributes:
+            self._describe(found.info.name, found.info.id, found.shown.name, attributes)
+
+    def describe_buffer(self, buffer: Buffer, attributes: bytes) -> None:
+        """Store the attributes of an open file, wherever it is now."""
+        self._describe(buffer.name, buffer.info.id, path_of(buffer.name), attributes)
+
+    def _describe(self, name: str, buffer_id: int, path: str, attributes: bytes) -> None:
+        rename_file(self._client, (name, buffer_id), name, attributes=attributes)
+        self._catalogue.describe(path, buffer_id, attributes)
 
     def take_away(self, found: FoundForm, node: FileNode | None, *, whichever: bool = False) -> None:
         """Delete a file's buffer, or give it a private name if somebody here has it open. Raises NotFoundError.
@@ -169,23 +197,31 @@ class Maker:
         self._catalogue.remove(found.shown.name)
         self._modified.pop(found.info.id, None)
 
-    def put(self, name: str, target: str, there: FoundForm | None, victim: FileNode | None) -> None:
-        """Give a buffer its path, in place of the file that is there.
+    def put(
+        self, name: str, target: str, there: FoundForm | None, victim: FileNode | None, attributes: bytes | None = None,
+    ) -> None:  # fmt: skip
+        """Give a buffer its path, in place of the file that is there, and attributes.
 
-        This is one step, unless that file belongs to a buffer with another path.
+        This is one step, unless that file belongs to a buffer with another path. None: the buffer keeps what it has.
         """
+
+        def rename(displaced: str = "") -> None:
+            rename_file(
+                self._client, (name, 0), name_of(target), replace=True, displaced_name=displaced, attributes=attributes
+            )
+
         if there is not None and there.shown.name != target:
             replaced = there.shown.version is None and self.is_listed(there, there.shown.path)
-            self._client.rename(name, name_of(target), replace=True)
+            rename()
             if replaced:
                 with suppress(NotFoundError):  # another client has taken it away
                     self.take_away(there, victim)
             return
         if is_open(victim):
             victim.displaced = private_name(name_of(target))
-            self._client.displace(name, name_of(target), victim.displaced)
+            rename(victim.displaced)
         else:
-            self._client.rename(name, name_of(target), replace=True)
+            rename()
         if there is not None:
             self._modified.pop(there.info.id, None)
 
@@ -220,6 +256,10 @@ class Maker:
         The new path changes in one step, the old one in a second step. Returns None without room for two buffers.
         """
         source = found.info
+        kept = decode(source.file_attributes)
+        if kept.modified is None:  # the new buffer has another time of creation
+            kept = replace(kept, modified=self._modified.get(source.id) or round(1e9 * source.created))
+        attributes = kept.encode()
         if copied is not None and (copied.spec, copied.state) == (spec, self.state(found, node)):
             buffer = copied.buffer
         else:
@@ -232,7 +272,7 @@ class Maker:
             except OutOfMemoryError as error:
                 _log.warning("%s cannot be copied for its new name: %s", found.shown.path, error)
                 return None
-        live = self.named(buffer, spec, there, victim)
+        live = self.named(buffer, spec, there, victim, attributes)
         self._client.delete(source, missing_ok=True)
         self._catalogue.remove(found.shown.name)
         return live

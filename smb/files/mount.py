@@ -19,6 +19,7 @@ import stat
 import threading
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +28,12 @@ import numpy as np
 
 from smb.client import Client
 from smb.errors import Error
+from smb.files.attributes import NONE, Attributes, FileKind
 from smb.files.contents import Octets
 from smb.files.error_codes import refuse
 from smb.files.generations import LATEST
-from smb.files.handles import OpenFile
-from smb.files.namespace import FileStatus, NameTree
+from smb.files.handles import FileStatus, OpenFile
+from smb.files.namespace import NameTree
 
 READ_AHEAD_BYTES = 4 << 20  # the kernel's default of 128 KiB would make a request for each
 _BLOCK_BYTES = 4096
@@ -39,12 +41,20 @@ _LINK_MODE = stat.S_IFLNK | 0o777
 _ENDED_BY_SIGNAL = 8  # a result of fuse_main
 _NAME_BYTES_MAX = 255
 _RENAME_NOREPLACE = 1  # linux/fs.h
+_LATEST = f"/{LATEST}"
+_USER = "user."
 _XATTR = "user.smb."
+_XATTR_CREATE, _XATTR_REPLACE = 1, 2  # linux/xattr.h
+_KEEP_SIZE, _PUNCH_HOLE, _ZERO_RANGE = 0x01, 0x02, 0x10  # linux/falloc.h
+_ZEROS_BYTES = 1 << 20
 _log = logging.getLogger("smb.mount")
 
 
 class Operations(mfusepy.Operations):  # type: ignore[misc] # mfusepy's types are not exported
-    """Answers FUSE's calls by a NameTree. `umask` removes rights from 0666 and 0777; all files belong to this user."""
+    """Answers FUSE's calls by a NameTree. `umask` removes rights from 0666 and 0777.
+
+    All files belong to this user; if it is root, those of other users belong to these.
+    """
 
     use_ns = True
     flag_nullpath_ok = True  # a removed file that is still open has no path
@@ -54,11 +64,11 @@ class Operations(mfusepy.Operations):  # type: ignore[misc] # mfusepy's types ar
         self._tree = tree
         self._file_mode = stat.S_IFREG | (0o666 & ~umask)
         self._folder_mode = stat.S_IFDIR | (0o777 & ~umask)
-        self._owner = {"st_uid": os.getuid(), "st_gid": os.getgid()}
+        self._owner = (os.getuid(), os.getgid())
+        self._gives_away = os.geteuid() == 0  # files may belong to others
         self._on_ready = on_ready
         self._files: dict[int, OpenFile] = {}
         self._folders: dict[int, str] = {}
-        self._modes: dict[str, int] = {}  # rights that were set explicitly, by path
         self._numbers = itertools.count(1)
         self._begun = time.time_ns()
 
@@ -75,33 +85,38 @@ class Operations(mfusepy.Operations):  # type: ignore[misc] # mfusepy's types ar
     def getattr(self, path: str | None, fh: Any = None) -> dict[str, Any]:
         """See stat(2)."""
         file = self._files.get(fh.fh) if fh is not None else None
-        status = FileStatus(file.nbytes, file.modified) if file is not None else self._tree.status(_plain(path))
-        name = path[1:] if path is not None else file.path if file is not None else None
-        link = None if file is not None else self._tree.link(_plain(path))
-        if link is not None:
-            return self._attributes(status, None) | {"st_mode": _LINK_MODE, "st_size": len(link), "st_nlink": 1}
-        return self._attributes(status, None if name is None else self._modes.get(name))
+        status = file.status() if file is not None else self._tree.status(_plain(path))
+        link = status.link
+        if not link and status.directory and path is not None and path.endswith(_LATEST):
+            target = self._tree.link(_plain(path))  # of a published state
+            link = target is not None
+            status = status if target is None else replace(status, nbytes=len(target))
+        return self._attributes(status, link=link)
 
-    def _attributes(self, status: FileStatus, rights: int | None) -> dict[str, Any]:
-        modified = self._begun if status.directory else status.modified
+    def _attributes(self, status: FileStatus, *, link: bool) -> dict[str, Any]:
+        kept = status.attributes
         mode = self._folder_mode if status.directory else self._file_mode
-        if rights is not None:
-            mode = stat.S_IFMT(mode) | rights
+        if kept.mode is not None:
+            mode = stat.S_IFMT(mode) | kept.mode
         if status.version is not None:
             mode &= ~0o222
-        return self._owner | {
-            "st_mode": mode,
-            "st_nlink": 2 if status.directory else 1,
+        owner = kept.owner if kept.owner is not None and self._gives_away else self._owner
+        modified = status.modified or self._begun
+        return {
+            "st_mode": _LINK_MODE if link else mode,
+            "st_uid": owner[0],
+            "st_gid": owner[1],
+            "st_nlink": 2 if status.directory and not link else 1,
             "st_size": status.nbytes,
             "st_blocks": -(-status.nbytes // 512),
             "st_blksize": 1 << 20,
             "st_mtime": modified,
-            "st_ctime": modified,
-            "st_atime": modified,
+            "st_ctime": status.changed or modified,
+            "st_atime": modified if kept.accessed is None else kept.accessed,
         }
 
     def readlink(self, path: str) -> str:
-        """See readlink(2): STATE/latest leads to the generation that is the latest now."""
+        """See readlink(2). STATE/latest leads to the generation that is the latest now."""
         link = self._tree.link(_plain(path))
         if link is None:
             raise refuse(errno.EINVAL, path)
@@ -114,12 +129,9 @@ class Operations(mfusepy.Operations):  # type: ignore[misc] # mfusepy's types ar
         return number
 
     def readdir(self, path: str | None, fh: int) -> Iterable[Any]:
-        kinds = {False: self._file_mode, True: self._folder_mode}
-        directory = self._folders[fh]
-        modes = {name: kinds[folder] for name, folder in self._tree.list(directory)}
-        if LATEST in modes and self._tree.link(f"{directory}/{LATEST}") is not None:
-            modes[LATEST] = _LINK_MODE
-        return [".", "..", *((name, {"st_mode": mode}, 0) for name, mode in modes.items())]
+        modes = {FileKind.FILE: self._file_mode, FileKind.FOLDER: self._folder_mode, FileKind.LINK: _LINK_MODE}
+        found = self._tree.list(self._folders[fh])
+        return [".", "..", *((name, {"st_mode": modes[kind]}, 0) for name, kind in found)]
 
     def releasedir(self, path: str | None, fh: int) -> int:
         """See closedir(3)."""
@@ -127,21 +139,35 @@ class Operations(mfusepy.Operations):  # type: ignore[misc] # mfusepy's types ar
         return 0
 
     def mkdir(self, path: str, mode: int) -> int:
-        self._tree.make_folder(_plain(path))
-        self._set_rights(_plain(path), mode, self._folder_mode)
+        self._tree.make_folder(_plain(path), self._of_new(mode, self._folder_mode))
         return 0
 
     def rmdir(self, path: str) -> int:
         self._tree.remove_folder(_plain(path))
-        self._modes.pop(_plain(path), None)
         return 0
 
     def unlink(self, path: str) -> int:
         if _is_alias(path):
             self._tree.forget(_plain(path))
-            return 0
-        self._tree.remove(_plain(path))
-        self._modes.pop(_plain(path), None)
+        else:
+            self._tree.remove(_plain(path))
+        return 0
+
+    def symlink(self, target: str, source: str) -> int:
+        """See symlink(2). mfusepy gives the new path first."""
+        self._tree.make_link(_plain(target), source, self._of_new(0, 0))
+        return 0
+
+    def link(self, target: str, source: str) -> int:
+        """See link(2)."""
+        raise refuse(errno.EPERM, "a buffer has one name, so a file has no second one; make a symbolic link")
+
+    def mknod(self, path: str, mode: int, dev: int) -> int:
+        """See mknod(2)."""
+        if not stat.S_ISREG(mode):
+            raise refuse(errno.EPERM, "a buffer cannot be a pipe, a socket or a device: these are of one host")
+        file = self._tree.open(_plain(path), os.O_WRONLY | os.O_CREAT | os.O_EXCL, self._of_new(mode, self._file_mode))
+        file.close()
         return 0
 
     def rename(self, old: str, new: str, flags: int = 0) -> int:
@@ -150,56 +176,114 @@ class Operations(mfusepy.Operations):  # type: ignore[misc] # mfusepy's types ar
             raise refuse(errno.EINVAL, "exchanging two names is not supported")
         if _is_alias(new):
             self._tree.hide(_plain(old), _plain(new))
-            return 0
-        self._tree.rename(_plain(old), _plain(new), replace=not flags)
-        self._modes.pop(_plain(new), None)
-        for path in [path for path in list(self._modes) if path == _plain(old) or path.startswith(_plain(old) + "/")]:
-            self._modes[_plain(new) + path[len(_plain(old)) :]] = self._modes.pop(path)
+        else:
+            self._tree.rename(_plain(old), _plain(new), replace=not flags)
         return 0
 
-    def chmod(self, path: str | None, mode: int) -> int:
-        """See chmod(2). Only this mount keeps the rights, like the time of change."""
-        self._tree.status(_plain(path))
-        self._modes[_plain(path)] = stat.S_IMODE(mode)
+    def _of_new(self, mode: int, usual: int) -> Attributes:
+        """Return the attributes of a new file that the calling process makes."""
+        rights = stat.S_IMODE(mode)
+        owner = mfusepy.fuse_get_context()[:2] if self._gives_away else self._owner
+        return Attributes(
+            None if rights == stat.S_IMODE(usual) else rights, None if owner == self._owner else (owner[0], owner[1])
+        )
+
+    def _describe(self, path: str | None, fh: Any, change: Callable[[Attributes], Attributes]) -> None:
+        if fh is not None:
+            self._files[fh.fh].describe(change)
+        else:
+            self._tree.describe(_plain(path), change)
+
+    def chmod(self, path: str | None, mode: int, fh: Any = None) -> int:
+        """See chmod(2)."""
+        self._describe(path, fh, lambda kept: replace(kept, mode=stat.S_IMODE(mode)))
         return 0
 
-    def chown(self, path: str | None, uid: int, gid: int) -> int:
+    def chown(self, path: str | None, uid: int, gid: int, fh: Any = None) -> int:
         """See chown(2). Asking for the present owner is not an error."""
-        if uid not in (-1, self._owner["st_uid"]) or gid not in (-1, self._owner["st_gid"]):
-            raise refuse(errno.EPERM, "all files belong to the user who mounted the cluster")
+        if not self._gives_away:
+            if uid not in (-1, self._owner[0]) or gid not in (-1, self._owner[1]):
+                raise refuse(
+                    errno.EPERM, "all files belong to the user who mounted the cluster; root's mount keeps other owners"
+                )
+            return 0
+
+        def change(kept: Attributes) -> Attributes:
+            before = self._owner if kept.owner is None else kept.owner
+            owner = before[0] if uid == -1 else uid, before[1] if gid == -1 else gid
+            return replace(kept, owner=None if owner == self._owner else owner)
+
+        self._describe(path, fh, change)
         return 0
 
-    def utimens(self, path: str | None, times: tuple[int, int] | None = None) -> int:
-        """See utimensat(2). Only this mount keeps the time of change."""
+    def utimens(self, path: str | None, times: tuple[int, int] | None = None, fh: Any = None) -> int:
+        """See utimensat(2): the times of the last access and of the last change."""
         now = time.time_ns()
-        modified = now if times is None or times[1] == _UTIME_NOW else times[1]
-        if modified != _UTIME_OMIT:
-            self._tree.set_modified(_plain(path), modified)
+        accessed, modified = (now if each == _UTIME_NOW else each for each in times or (_UTIME_NOW, _UTIME_NOW))
+
+        def change(kept: Attributes) -> Attributes:
+            kept = kept if accessed == _UTIME_OMIT else replace(kept, accessed=accessed)
+            return kept if modified == _UTIME_OMIT else replace(kept, modified=modified)
+
+        self._describe(path, fh, change)
         return 0
 
     def statfs(self, path: str) -> dict[str, int]:
-        """See statvfs(3): the capacity of the memory servers."""
-        capacity, free = self._tree.space()
+        """See statvfs(3): the capacity of the memory servers, of which each file takes at least one block."""
+        capacity, free, count = self._tree.space()
         return {
             "f_bsize": _BLOCK_BYTES,
             "f_frsize": _BLOCK_BYTES,
             "f_blocks": capacity // _BLOCK_BYTES,
             "f_bfree": free // _BLOCK_BYTES,
             "f_bavail": free // _BLOCK_BYTES,
+            "f_files": count + free // _BLOCK_BYTES,
+            "f_ffree": free // _BLOCK_BYTES,
+            "f_favail": free // _BLOCK_BYTES,
             "f_namemax": _NAME_BYTES_MAX,
         }
 
     def listxattr(self, path: str) -> list[str]:
-        return [_XATTR + name for name in self._xattrs(path)]
+        kept = self._tree.status(_plain(path)).attributes.extended
+        return [*(_USER + name for name in kept), *(_XATTR + name for name in self._xattrs(path))]
 
     def getxattr(self, path: str, name: str, position: int = 0) -> bytes:
-        """See getxattr(2): dtype, shape, layout, version and the like, as text."""
-        if not name.startswith(_XATTR):
-            raise refuse(errno.ENODATA, name)
-        value = self._xattrs(path).get(name.removeprefix(_XATTR))
+        """See getxattr(2). user.smb.NAME has dtype, shape, layout, version and the like, as text."""
+        value: bytes | str | None = None
+        if name.startswith(_XATTR):
+            value = self._xattrs(path).get(name.removeprefix(_XATTR))
+        elif name.startswith(_USER):
+            value = self._tree.status(_plain(path)).attributes.extended.get(name.removeprefix(_USER))
         if value is None:
             raise refuse(errno.ENODATA, name)
-        return value.encode()
+        return value.encode() if isinstance(value, str) else value
+
+    def setxattr(self, path: str, name: str, value: bytes, options: int, position: int = 0) -> int:
+        """See setxattr(2)."""
+
+        def change(kept: Attributes) -> Attributes:
+            there = own in kept.extended
+            if there and options & _XATTR_CREATE:
+                raise refuse(errno.EEXIST, name)
+            if not there and options & _XATTR_REPLACE:
+                raise refuse(errno.ENODATA, name)
+            return replace(kept, extended={**kept.extended, own: bytes(value)})
+
+        own = _own_name(name)
+        self._tree.describe(_plain(path), change)
+        return 0
+
+    def removexattr(self, path: str, name: str) -> int:
+        """See removexattr(2)."""
+
+        def change(kept: Attributes) -> Attributes:
+            if own not in kept.extended:
+                raise refuse(errno.ENODATA, name)
+            return replace(kept, extended={each: value for each, value in kept.extended.items() if each != own})
+
+        own = _own_name(name)
+        self._tree.describe(_plain(path), change)
+        return 0
 
     def _xattrs(self, path: str) -> dict[str, str]:
         try:
@@ -225,11 +309,6 @@ class Operations(mfusepy.Operations):  # type: ignore[misc] # mfusepy's types ar
 
     # ---- bytes
 
-    def path_of(self, fi: Any) -> str | None:
-        """Return the present path of an open file, None after it was removed."""
-        path = self._files[fi.fh].path
-        return None if path is None else "/" + path
-
     def open(self, path: str, flags: Any) -> int:
         try:
             return self._open(path, flags, flags.flags)
@@ -240,18 +319,10 @@ class Operations(mfusepy.Operations):  # type: ignore[misc] # mfusepy's types ar
 
     def create(self, path: str, mode: int, fi: Any = None) -> int:
         """See open(2) with O_CREAT."""
-        number = self._open(path, fi, fi.flags | os.O_CREAT)
-        self._set_rights(_plain(path), mode, self._file_mode)
-        return number
+        return self._open(path, fi, fi.flags | os.O_CREAT, self._of_new(mode, self._file_mode))
 
-    def _set_rights(self, path: str, mode: int, usual: int) -> None:
-        """Store the rights of a new file; those of an earlier file at that path are dropped."""
-        self._modes.pop(path, None)
-        if stat.S_IMODE(mode) != stat.S_IMODE(usual):
-            self._modes[path] = stat.S_IMODE(mode)
-
-    def _open(self, path: str, fi: Any, flags: int) -> int:
-        file = self._tree.open(_plain(path), flags)
+    def _open(self, path: str, fi: Any, flags: int, attributes: Attributes = NONE) -> int:
+        file = self._tree.open(_plain(path), flags, attributes)
         number = next(self._numbers)
         self._files[number] = file
         fi.fh = number
@@ -284,12 +355,18 @@ class Operations(mfusepy.Operations):  # type: ignore[misc] # mfusepy's types ar
         return 0
 
     def fallocate(self, path: str | None, mode: int, offset: int, size: int, fh: Any) -> int:
-        """See fallocate(2): a file can be extended; holes are not supported."""
-        if mode:
-            raise refuse(errno.EOPNOTSUPP, "buffers do not support holes")
+        """See fallocate(2). A file takes memory for all of its bytes, so a hole is a range of zeros."""
         file = self._files[fh.fh]
-        if offset + size > file.nbytes:
-            file.truncate(offset + size)
+        zeros, keeps = mode & (_PUNCH_HOLE | _ZERO_RANGE), mode & _KEEP_SIZE
+        if mode & ~(_KEEP_SIZE | _PUNCH_HOLE | _ZERO_RANGE) or (mode & _PUNCH_HOLE and not keeps):
+            raise refuse(errno.EOPNOTSUPP, "a range cannot be inserted into a file or taken out of it")
+        end, before = offset + size, file.nbytes
+        if end > before and not keeps:
+            file.truncate(end)
+        if zeros:
+            block = np.zeros(min(size, _ZEROS_BYTES), np.uint8)
+            for start in range(offset, min(end, before), _ZEROS_BYTES):
+                file.write(start, block[: min(_ZEROS_BYTES, min(end, before) - start)])
         return 0
 
     def flush(self, path: str | None, fh: Any) -> int:
@@ -332,13 +409,16 @@ class _Fuse(mfusepy.FUSE):  # type: ignore[misc] # see Operations
         return result
 
     def chmod_fuse_3(self, path: Any, mode: int, fip: Any) -> int:
-        result: int = self.operations.chmod(self._path(path, fip), mode)
+        result: int = self.operations.chmod(self._name(path), mode, fip.contents if fip else None)
         return result
 
     def chown_fuse_3(self, path: Any, uid: int, gid: int, fip: Any) -> int:
         nobody = 0xFFFFFFFF  # -1 in libfuse
         result: int = self.operations.chown(
-            self._path(path, fip), -1 if uid == nobody else uid, -1 if gid == nobody else gid
+            self._name(path),
+            -1 if uid == nobody else uid,
+            -1 if gid == nobody else gid,
+            fip.contents if fip else None,
         )
         return result
 
@@ -346,12 +426,12 @@ class _Fuse(mfusepy.FUSE):  # type: ignore[misc] # see Operations
         times = None
         if buf:
             stamps = buf.contents.actime, buf.contents.modtime
-            times = tuple(stamp.tv_sec * 10**9 + stamp.tv_nsec for stamp in stamps)
-        result: int = self.operations.utimens(self._path(path, fip), times)
+            times = tuple(
+                stamp.tv_nsec if stamp.tv_nsec in (_UTIME_NOW, _UTIME_OMIT) else stamp.tv_sec * 10**9 + stamp.tv_nsec
+                for stamp in stamps
+            )
+        result: int = self.operations.utimens(self._name(path), times, fip.contents if fip else None)
         return result
-
-    def _path(self, path: bytes | None, fip: Any) -> str | None:
-        return self._name(path) if path is not None or not fip else self.operations.path_of(fip.contents)
 
     def _name(self, path: bytes | None) -> str | None:
         return None if path is None else path.decode(self.encoding, self.errors)
@@ -429,6 +509,17 @@ def _octets(pointer: Any, size: int) -> Octets:
 def _is_alias(path: str) -> bool:
     """Return True if libfuse made up this path for an open file that was removed."""
     return path.rpartition("/")[2].startswith(".fuse_hidden")
+
+
+def _own_name(name: str) -> str:
+    """Return the name of an extended attribute that a user may set, without its prefix. EOPNOTSUPP for any other, which
+    cp and mv pass over.
+    """
+    if not name.startswith(_USER) or name == _USER or name.startswith(_XATTR):
+        raise refuse(
+            errno.EOPNOTSUPP, f"{name}: only user.NAME can be set, and not {_XATTR}NAME, which tells of buffers"
+        )
+    return name.removeprefix(_USER)
 
 
 def _plain(path: str | None) -> str:

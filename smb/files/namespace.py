@@ -18,16 +18,20 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
+
+import numpy as np
 
 from smb.buffer import Buffer
 from smb.client import Client
 from smb.errors import Error, NotFoundError, PermissionDeniedError
+from smb.files.attributes import NONE, Attributes, FileKind, decode
 from smb.files.catalogue import Catalogue
 from smb.files.contents import Frozen, FrozenFile, Live, Octets
 from smb.files.error_codes import as_os_errors, refuse
+from smb.files.formats import named, plain_spec
 from smb.files.generations import LATEST, MODEL, Generations, Place
-from smb.files.handles import FileNode, OpenFile
+from smb.files.handles import FileNode, FileStatus, OpenFile, status_of
 from smb.files.making import Copied, FoundForm, Maker, copy_all, draw
 from smb.files.names import (
     PRIVATE,
@@ -47,19 +51,9 @@ from smb.files.temporary_names import left_by_dead
 _COPY_BYTES = 8 << 20
 _HIDDEN_S = 1.0
 _ALIASES_KEPT = 1000
+_LINKS_MAX = 40  # in one path, as in Linux
+_TARGET_BYTES_MAX = 4095  # of a symbolic link, as in Linux
 _log = logging.getLogger("smb")
-
-
-@dataclass(frozen=True, slots=True)
-class FileStatus:
-    """The result of stat. `modified` is the time, in ns since 1970, of the last change by this process, else of the
-    creation.
-    """
-
-    nbytes: int
-    modified: int
-    directory: bool = False
-    version: int | None = None
 
 
 class _Hidden:
@@ -91,9 +85,11 @@ class NameTree:
         self._staged_files = staged_files
         self._catalogue = Catalogue(client)
         self._lock = threading.RLock()
+        self._describing = threading.Lock()  # held while a file's attributes are read, changed and stored
         self._nodes: dict[str, FileNode] = {}
         self._folders: set[str] = set()  # made by mkdir, or left empty: no buffer lies below them
         self._modified: dict[int, int] = {}  # by buffer id: the name may be another buffer's by now
+        self._folder_attributes: dict[str, Attributes] = {}  # only this process knows those of directories
         self._hidden: dict[str, _Hidden] = {}
         self._aliases: dict[str, FileStatus] = {}
         self._maker = Maker(client, self._catalogue, self._folders, self._modified, replicas)
@@ -108,20 +104,31 @@ class NameTree:
         with as_os_errors():
             node = self._nodes.get(path)
             if node is not None:
-                return FileStatus(node.content.nbytes, node.modified)
+                return status_of(node)
             if path in self._aliases:
                 return self._aliases[path]
             place = self._generations.at(path)
             if place is not None and place.generation:
                 return self._status_of(place)
             if self._is_folder(path):
-                return FileStatus(0, 0, directory=True)
+                kept = self._folder_attributes.get(path, NONE)
+                return FileStatus(0, kept.modified or 0, directory=True, attributes=kept, changed=kept.modified or 0)
             found = self._look(path)
             # hidden files stay hidden here: one may be about to be replaced
             if found is None or found.info.id in self._hidden_ids():
                 raise self._none(path)
-            modified = self._modified.get(found.info.id, round(1e9 * found.info.created))
-            return FileStatus(found.view.nbytes, modified, version=found.shown.version)
+            return self._status_of_file(found)
+
+    def _status_of_file(self, found: FoundForm) -> FileStatus:
+        info = found.info
+        attributes, created = decode(info.file_attributes), round(1e9 * info.created)
+        modified = self._modified.get(info.id) or _or(attributes.modified, created)
+        changed = max(created, self._modified.get(info.id, 0), attributes.changed or 0)
+        if attributes.link and not _is_link(found):
+            attributes = replace(attributes, link=False)
+        return FileStatus(
+            found.view.nbytes, modified, version=found.shown.version, attributes=attributes, changed=changed
+        )
 
     def _status_of(self, place: Place) -> FileStatus:
         number = self._generations.number(place)
@@ -137,15 +144,56 @@ class NameTree:
         return replace(beside, version=number)
 
     def link(self, path: str) -> str | None:
-        """Return the generation to which STATE/latest leads; None for any other path. ENOENT before the first one."""
+        """Return the target of a symbolic link, or the generation to which STATE/latest leads; None for any other path.
+
+        ENOENT before the first generation.
+        """
         with as_os_errors():
             place = self._generations.at(path)
-            if place is None or place.generation != LATEST or place.file:
+            if place is not None and place.generation == LATEST and not place.file:
+                return str(self._generations.number(place))
+            found = self._look(path)
+            if found is None or not decode(found.info.file_attributes).link or not _is_link(found):
                 return None
-            return str(self._generations.number(place))
+            target = np.empty(found.view.nbytes, np.uint8)
+            Live(self._catalogue.known(found.info), found.view).read_into(0, target)
+            return os.fsdecode(target.tobytes())
 
-    def list(self, path: str) -> builtins.list[tuple[str, bool]]:
-        """Return (name, True for a directory) of all entries of a directory, sorted. ENOENT, ENOTDIR."""
+    def follow(self, path: str) -> str:
+        """Return the path to which the symbolic links in a path lead, for callers without a kernel between.
+
+        ELOOP; ENOENT for a link out of the cluster's files.
+        """
+        with as_os_errors():
+            return self._follow(path)
+
+    def _follow(self, path: str) -> str:
+        left, done, links = deque(path.split("/")), "", 0
+        if not {"", ".", ".."}.isdisjoint(left):  # refused where the path is used
+            return path
+        while left:
+            part = left.popleft()
+            if part in ("", "."):
+                continue
+            if part == "..":
+                done = parent_of(done)
+                continue
+            here = f"{done}/{part}" if done else part
+            info = self._catalogue.listing().infos.get(here)
+            target = self.link(here) if info is not None and decode(info.file_attributes).link else None
+            if target is None:
+                done = here
+                continue
+            links += 1
+            if links > _LINKS_MAX:
+                raise refuse(errno.ELOOP, f"{path!r} leads through more than {_LINKS_MAX} symbolic links")
+            if target.startswith("/"):
+                raise refuse(errno.ENOENT, f"{path!r}: the symbolic link {here!r} leads to {target!r} of a host")
+            left.extendleft(reversed(target.split("/")))
+        return done
+
+    def list(self, path: str) -> builtins.list[tuple[str, FileKind]]:
+        """Return (name, kind) of all entries of a directory, sorted. ENOENT, ENOTDIR."""
         with as_os_errors():
             place = self._generations.at(path)
             if place is not None and place.generation:
@@ -158,33 +206,39 @@ class NameTree:
                 staged_files = [node.path for node in nodes if isinstance(node.content, StagedFile)]
                 own, hidden = set(self._folders), self._hidden_ids()
             listing = self._catalogue.listing(missed=True)
-            folders, buffers = entries(path, listing.infos)
+            infos = listing.infos.copy()
+            folders, buffers = entries(path, infos)
             folders |= entries(path, (folder + "/" for folder in own))[0]
             start = path + "/" if path else ""
-            own |= listing.folders
-            shown: dict[str, bool] = dict.fromkeys(folders, True)
+            own.update(listing.folders.copy())
+            shown = dict.fromkeys(folders, FileKind.FOLDER)
             for last in buffers:
-                info = listing.infos[start + last]
-                if info.id not in hidden and self._generations.is_state(info):
-                    shown[last] = True
-                if info.id not in hidden:
-                    shown[self._maker.listed(start + last, info, listing.infos, own)[len(start) :]] = False
+                info = infos[start + last]
+                if info.id in hidden:
+                    continue
+                if self._generations.is_state(info):
+                    shown[last] = FileKind.FOLDER
+                link = bool(info.file_attributes) and decode(info.file_attributes).link
+                kind = FileKind.LINK if link else FileKind.FILE
+                shown[self._maker.listed(start + last, info, infos, own)[len(start) :]] = kind
             for staged in staged_files:
                 if parent_of(staged) == path:
-                    shown.setdefault(staged.rpartition("/")[2], False)
+                    shown.setdefault(staged.rpartition("/")[2], FileKind.FILE)
             numbers = [] if place is None else self._generations.numbers(place)
-            for name in [*map(str, numbers), *([LATEST] if numbers else [])]:
-                shown.setdefault(name, True)
-            return sorted(shown.items())
+            for number in numbers:
+                shown.setdefault(str(number), FileKind.FOLDER)
+            if numbers:
+                shown.setdefault(LATEST, FileKind.LINK)
+            return sorted(shown.items(), key=lambda entry: entry[0])
 
-    def _list_generation(self, place: Place) -> builtins.list[tuple[str, bool]]:
+    def _list_generation(self, place: Place) -> builtins.list[tuple[str, FileKind]]:
         if place.file:
             raise refuse(errno.ENOTDIR, place.file)
         self._generations.number(place)
-        names = {name for name, folder in self.list(place.state) if not folder}
+        names = {name for name, kind in self.list(place.state) if kind is FileKind.FILE}
         if self._generations.model(place) is not None:
             names.add(MODEL)
-        return [(name, False) for name in sorted(names)]
+        return [(name, FileKind.FILE) for name in sorted(names)]
 
     def buffer(self, path: str) -> tuple[Buffer, ShownBuffer]:
         """Return the buffer that a path shows, and in which form. ENOENT; EISDIR; ENODATA for a file that is not a
@@ -203,15 +257,16 @@ class NameTree:
             found = self._found(path if place is None else place.beside)
             return self._catalogue.known(found.info), found.shown
 
-    def space(self) -> tuple[int, int]:
-        """Return (capacity, free) of the cluster in bytes."""
+    def space(self) -> tuple[int, int, int]:
+        """Return (capacity, free) of the cluster in bytes, and the number of its buffers."""
         with as_os_errors():
-            return self._catalogue.space()
+            return *self._catalogue.space(), len(self._catalogue.listing(missed=True).infos)
 
     # ---- opening
 
-    def open(self, path: str, flags: int) -> OpenFile:
-        """Open a file as open(2) does, with its flags. ENOENT, EEXIST, EISDIR, ENOTDIR, EACCES.
+    def open(self, path: str, flags: int, attributes: Attributes = NONE) -> OpenFile:
+        """Open a file as open(2) does, with its flags. ENOENT, EEXIST, EISDIR, ENOTDIR, EACCES. A new file gets
+        `attributes`.
 
         ESTALE if the path led to a file that is hidden now: the caller looks the path up again.
         """
@@ -234,7 +289,7 @@ class NameTree:
                 if found.shown.version is not None:
                     raise refuse(errno.EACCES, f"{path!r} is a published version, which cannot be changed")
             with self._lock:
-                node = self._opened(path, flags, truncate=bool(writes and flags & os.O_TRUNC))
+                node = self._opened(path, flags, attributes, truncate=bool(writes and flags & os.O_TRUNC))
                 node.handles += 1
                 return OpenFile(self, node, None, flags, path)
 
@@ -252,7 +307,7 @@ class NameTree:
         self._status_of(place)
         return self.open(place.beside, flags)
 
-    def _opened(self, path: str, flags: int, *, truncate: bool) -> FileNode:
+    def _opened(self, path: str, flags: int, attributes: Attributes, *, truncate: bool) -> FileNode:
         node = self._nodes.get(path)
         known = node.content if node is not None and not node.removed else None
         if isinstance(known, Live) and not self._is_current(path, known.buffer.info.id):
@@ -265,6 +320,9 @@ class NameTree:
             raise self._none(path)
         if node is None:
             node = self._nodes[path] = self._node(path, found, truncate)
+            if found is None:
+                node.attributes = attributes
+                self._touch(path)
         elif truncate:
             self.truncate_node(node, 0)
         return node
@@ -286,11 +344,14 @@ class NameTree:
         view = self._catalogue.view(buffer.info, found.shown.form)
         if view is None:
             raise refuse(errno.ENOENT, path)
-        modified = self._modified.get(buffer.info.id, round(1e9 * buffer.info.created))
-        node = FileNode(path, Live(buffer, view), modified)
+        attributes = self._catalogue.attributes(found.shown.name, buffer)
+        modified = self._modified.get(buffer.info.id) or _or(attributes.modified, round(1e9 * buffer.info.created))
+        node = FileNode(path, Live(buffer, view), modified, attributes)
         node.base_bytes = view.nbytes
+        node.since = max(round(1e9 * buffer.info.created), self._modified.get(buffer.info.id, 0))
         if truncate:
-            node.content, node.changed, node.modified = StagedFile(self._staged_files), True, now
+            node.content, node.changed = StagedFile(self._staged_files), True
+            node.touch(now)
         elif buffer.versions > 1:
             self._detach(node, FrozenFile(Frozen(buffer, None, or_zeros=True), view))
         return node
@@ -334,7 +395,7 @@ class NameTree:
 
     # ---- names
 
-    def make_folder(self, path: str) -> None:
+    def make_folder(self, path: str, attributes: Attributes = NONE) -> None:
         """Make a directory. Only this process knows it until it has a file. EEXIST, ENOENT."""
         with as_os_errors(), self._asked(path):
             found = self._find(path)
@@ -346,6 +407,35 @@ class NameTree:
                 raise refuse(errno.EEXIST, path)
             self._check_new(path)
             self._add_folder(path)
+            self._folder_attributes[path] = replace(attributes, modified=time.time_ns())
+            self._touch(path)
+
+    def make_link(self, path: str, target: str, attributes: Attributes = NONE) -> None:
+        """Make a symbolic link, in one step for the whole cluster. EEXIST, ENOENT; ENAMETOOLONG for a long target."""
+        data = np.frombuffer(os.fsencode(target), np.uint8)
+        if not 0 < data.size <= _TARGET_BYTES_MAX:
+            raise refuse(
+                errno.ENAMETOOLONG if data.size else errno.ENOENT,
+                f"the target of a symbolic link must have 1 to {_TARGET_BYTES_MAX} bytes, not {data.size}",
+            )
+        with as_os_errors():
+            with self._asked(path):
+                if path in self._nodes or self._is_folder(path) or self._find(path) is not None:
+                    raise refuse(errno.EEXIST, path)
+                self._check_new(path)
+            staged = StagedFile(self._staged_files)
+            staged.write(0, data)
+            spec = named(plain_spec(path, staged.nbytes))
+            buffer = self._maker.filled(staged, spec)
+            self._maker.linked(buffer, spec, replace(attributes, link=True).encode())
+            with self._lock:
+                self._touch(path)
+
+    def _touch(self, path: str) -> None:
+        """Note that a name in the directory of this path has changed now."""
+        parent = parent_of(path)
+        kept = self._folder_attributes.get(parent, NONE)
+        self._folder_attributes[parent] = replace(kept, modified=time.time_ns())
 
     def _add_folder(self, path: str) -> None:
         """Make a directory and its missing parents."""
@@ -362,6 +452,8 @@ class NameTree:
                 if inside.startswith(path + "/"):
                     self._end_hidden(inside, hidden)
             self._folders.discard(path)
+            self._folder_attributes.pop(path, None)
+            self._touch(path)
             self._keep_folder(path)
 
     def remove(self, path: str) -> None:
@@ -370,23 +462,38 @@ class NameTree:
         Handles of this process work until they are closed; other processes get ESTALE.
         """
         with as_os_errors():
-            if self._is_folder(path):  # asks the coordinator, so that the following steps use that answer
+            if self._is_folder(path):
                 raise refuse(errno.EISDIR, path)
             self._refuse_published(path)
+            if path not in self._nodes and path not in self._hidden:
+                found = self._removable(path)
+                if found is None:
+                    raise refuse(errno.ENOENT, path)
+                self._maker.take_away(found, None, whichever=True)
+                with self._lock:
+                    self._touch(path)
+                    self._keep_folder(path)
+                return
+            self._catalogue.listing(anew=True)  # a coordinator that is away is waited for before the lock is taken
             with self._lock:
                 self._remove(path)
+
+    def _removable(self, path: str) -> FoundForm | None:
+        found = self._find(path)
+        if found is not None and found.shown.version is not None:
+            raise refuse(errno.EACCES, f"{path!r} is one version of a buffer; delete the buffer instead")
+        return found
 
     def _remove(self, path: str) -> None:
         node = self._nodes.get(path)
         with nullcontext() if node is None else node.lock:  # the file may be about to become a buffer
-            found = self._find(path)
+            found = self._removable(path)
             if node is None and found is None:
                 raise refuse(errno.ENOENT, path)
-            if found is not None and found.shown.version is not None:
-                raise refuse(errno.EACCES, f"{path!r} is one version of a buffer; delete the buffer instead")
             if found is not None:
                 self._maker.take_away(found, node, whichever=True)
             self._orphan(path)
+        self._touch(path)
         self._keep_folder(path)
 
     def hide(self, path: str, alias: str) -> None:
@@ -413,6 +520,7 @@ class NameTree:
             else:
                 self._aliases[alias] = status
         self._latest_aliases.append(alias)
+        self._touch(path)
         self._keep_folder(path)
 
     def forget(self, alias: str) -> None:
@@ -489,6 +597,8 @@ class NameTree:
             if node is not None:
                 self.commit(node, empty=True)
             found = self._find(path)
+            self._touch(path)
+            self._touch(new_path)
             if node is None and (found is None or self._is_folder(path)):
                 self._rename_folder(path, new_path)
                 return
@@ -517,7 +627,7 @@ class NameTree:
                 errno.EXDEV, f"{found.shown.path!r} and {new_path!r} have different forms; copy the file instead"
             )
         target = new_path[: len(new_path) - len(form.value)]
-        modified = self._modified.get(found.info.id, time.time_ns())
+        modified = self._modified.get(found.info.id)
         buffer_id = found.info.id  # id of the buffer that has the new path at the end
         spec = self._maker.new_spec(found, target, new_path)
         if spec is not None:
@@ -537,7 +647,8 @@ class NameTree:
             self._maker.put(found.info.name, target, there, victim)
             self._catalogue.rename({old: (target, found.info)})
         self._modified.pop(found.info.id, None)
-        self._modified[buffer_id] = modified
+        if modified is not None:
+            self._modified[buffer_id] = modified
 
     def _copied(self, path: str, new_path: str) -> Copied | None:
         """Make the copy of a file that its rename needs, while other names stay usable.
@@ -571,7 +682,7 @@ class NameTree:
             self.remove_folder(new_path)
         elif self._find(new_path):
             raise refuse(errno.ENOTDIR, new_path)
-        infos = self._catalogue.listing(missed=True).infos
+        infos = self._catalogue.listing(missed=True).infos.copy()
         moved = {old: (new_path + old[len(path) :], infos[old]) for old in infos if old.startswith(path + "/")}
         if any(is_long(info.name) or is_long(name_of(new)) for new, info in moved.values()):
             raise refuse(
@@ -585,6 +696,8 @@ class NameTree:
             node = self._nodes.pop(node_path)
             node.path = new_path + node_path[len(path) :]
             self._nodes[node.path] = node
+        for folder in [each for each in self._folder_attributes if each == path or each.startswith(path + "/")]:
+            self._folder_attributes[new_path + folder[len(path) :]] = self._folder_attributes.pop(folder)
         inside = {folder for folder in self._folders if folder == path or folder.startswith(path + "/")}
         self._folders -= inside
         self._folders |= {new_path + folder[len(path) :] for folder in inside}
@@ -592,14 +705,44 @@ class NameTree:
         self._keep_folder(path)
 
     def set_modified(self, path: str, modified: int) -> None:
-        """Set a time of change (ns since 1970), in this process only. ENOENT."""
-        with as_os_errors(), self._asked(path):
-            node = self._nodes.get(path)
-            if node is not None:
-                node.modified = modified
-            found = self._find(path)
-            if found is not None:
-                self._modified[found.info.id] = modified
+        """Set a time of change (ns since 1970). ENOENT."""
+        self.describe(path, lambda kept: replace(kept, modified=modified))
+
+    def describe(self, path: str, change: Callable[[Attributes], Attributes]) -> None:
+        """Change the attributes of a file, for the whole cluster, or those of a directory, for this process.
+
+        Those of a staged file become known with its bytes. ENOENT, EACCES, ENOSPC.
+        """
+
+        def changed(kept: Attributes) -> Attributes:
+            return replace(change(kept), changed=time.time_ns())
+
+        with as_os_errors():
+            self._refuse_generation(path)
+            with self._lock:
+                node = self._nodes.get(path)
+                if node is None and self._is_folder(path):
+                    self._folder_attributes[path] = changed(self._folder_attributes.get(path, NONE))
+                    return
+            with self._describing, nullcontext() if node is None else node.lock:
+                if node is not None and (node.changed or node.removed):
+                    node.describe(changed(node.attributes))
+                    return
+                found = self._found(path)
+                if found.shown.version is not None:
+                    raise refuse(errno.EACCES, f"{path!r} is one version of a buffer: set the attributes of the buffer")
+                kept = decode(found.info.file_attributes)
+                attributes = changed(kept)
+                self._maker.describe(found, attributes.encode())
+                if attributes.modified != kept.modified:
+                    self._modified.pop(found.info.id, None)
+                if node is not None:
+                    node.describe(attributes)
+
+    def _refuse_generation(self, path: str) -> None:
+        place = self._generations.at(path)
+        if place is not None and place.generation:
+            raise _published(path)
 
     def truncate(self, path: str, nbytes: int) -> None:
         """Set a file's size. A file of a different size than before becomes a buffer of bytes."""
@@ -613,7 +756,7 @@ class NameTree:
     def sweep(self) -> None:
         """Delete what killed processes of this host left half done, as far as this client may."""
         with as_os_errors(), suppress(PermissionDeniedError):
-            for path, info in builtins.list(self._catalogue.listing(missed=True).infos.items()):
+            for path, info in self._catalogue.listing(missed=True).infos.copy().items():
                 if left_by_dead(info.name):
                     self.client.delete(info.name, missing_ok=True)
                     self._catalogue.remove(path)
@@ -626,7 +769,7 @@ class NameTree:
         Done before the file's lock is taken, since holders of the tree's lock may wait for that.
         """
         if nbytes > max(node.base_bytes, node.content.nbytes):
-            self._catalogue.space()
+            self._catalogue.has_room(nbytes)
 
     def write_node(self, node: FileNode, offset: int, data: Octets) -> None:
         """Write into a file, which grows if necessary."""
@@ -645,7 +788,8 @@ class NameTree:
                     node.note_unwritten(offset, end)
                 raise
             node.note_written(offset, end)
-            node.modified = node.written = time.time_ns()
+            node.written = time.time_ns()
+            node.touch(node.written)
 
     def truncate_node(self, node: FileNode, nbytes: int) -> None:
         self.ask_for_room(node, nbytes)
@@ -664,7 +808,7 @@ class NameTree:
                 raise
             node.unwritten = range(0)
             node.changed = True
-            node.modified = time.time_ns()
+            node.touch(time.time_ns())
 
     def commit(self, node: FileNode, *, empty: bool = False) -> None:
         """Turn a staged file into a buffer: write into the buffer of its name if that has the same size, else replace
@@ -675,6 +819,8 @@ class NameTree:
         """
         with node.lock:
             staged = node.content
+            if node.stale and isinstance(staged, Live) and not node.removed:
+                self._store_time(node, staged)
             if not node.changed or node.removed or not isinstance(staged, StagedFile) or not (staged.nbytes or empty):
                 return
             if node.unwritten:
@@ -694,16 +840,32 @@ class NameTree:
                 if node.removed:  # in the meantime
                     self.client.delete(buffer.name, missing_ok=True)
                     return
-                live = self._maker.named(buffer, spec, found, None)
-            elif live.buffer.versions == 1:
-                copy_all(staged, live)
+                node.attributes = replace(node.attributes, changed=None)  # the creation is later
+                live = self._maker.named(buffer, spec, found, None, node.attributes.encode())
             else:
-                live.publish(staged)
+                assert found is not None, "live is what was found"
+                if live.buffer.versions == 1:
+                    copy_all(staged, live)
+                    if node.attributes.modified is None:  # others see no other time of this change
+                        node.attributes = replace(node.attributes, modified=node.modified)
+                else:
+                    live.publish(staged)
+                self._maker.describe(found, node.attributes.encode())
             if live.buffer.versions == 1:
                 node.content = live
-            node.changed = False
+            node.changed = node.stale = False
+            node.since = round(1e9 * live.buffer.info.created)
             node.base_bytes = live.nbytes
-            self._modified[live.buffer.info.id] = node.modified
+            if node.attributes.modified is None:
+                self._modified[live.buffer.info.id] = node.modified
+
+    def _store_time(self, node: FileNode, live: Live) -> None:
+        """Store the time of writes in place, for a file whose time was set before: others would go on to see that."""
+        node.attributes, node.stale = replace(node.attributes, modified=node.modified), False
+        try:
+            self._maker.describe_buffer(live.buffer, node.attributes.encode())
+        except (Error, OSError) as error:  # the bytes are there in any case
+            _log.warning("the time of change of %s was not stored: %s", node.path, error)
 
     def discard_node(self, node: FileNode) -> None:
         """Drop a staged file that is not in the cluster."""
@@ -747,7 +909,7 @@ class NameTree:
         node.content = staged
 
     def _check_room(self, node: FileNode, nbytes: int) -> None:
-        if nbytes > node.base_bytes and nbytes > self._catalogue.space()[1]:
+        if nbytes > node.base_bytes and not self._catalogue.has_room(nbytes):
             raise refuse(errno.ENOSPC, f"{node.path!r}: the memory servers have no room for {nbytes} bytes")
 
     # ---- inside
@@ -832,3 +994,13 @@ def _published(path: str) -> OSError:
         f"{path!r} belongs to a published state: its generations cannot be changed. Files that all of them have are "
         f"written into the state's own directory; smb rm deletes the state",
     )
+
+
+def _or(value: int | None, usual: int) -> int:
+    return usual if value is None else value
+
+
+def _is_link(found: FoundForm) -> bool:
+    """Return True if a buffer's bytes can be the target of a symbolic link."""
+    info = found.info
+    return info.versions == 1 and info.dtype == np.uint8 and 0 < found.view.nbytes <= _TARGET_BYTES_MAX

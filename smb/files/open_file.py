@@ -74,9 +74,8 @@ def open_file(name: str, mode: str = "r", *, client: Client | None = None) -> Bu
             "URL's address, not both"
         )
     try:
-        return BufferFile(
-            NameTree(client, make_folders=True).open(path, flags), name, mode, own, append=bool(flags & os.O_APPEND)
-        )
+        tree = NameTree(client, make_folders=True)
+        return BufferFile(tree.open(tree.follow(path), flags), name, mode, own, append=bool(flags & os.O_APPEND))
     except BaseException:
         if own is not None:
             own.close()

@@ -24,6 +24,7 @@ from fsspec import AbstractFileSystem
 
 import smb.client
 from smb.files.error_codes import refuse
+from smb.files.handles import FileStatus
 from smb.files.namespace import NameTree
 from smb.files.open_file import SCHEME, BufferFile, split_url
 
@@ -87,10 +88,24 @@ class SoftmemFileSystem(AbstractFileSystem):  # type: ignore[misc] # fsspec has 
     # ---- looking
 
     def info(self, path: str, **_: Any) -> dict[str, Any]:
-        """See fsspec: name, size in bytes, type, mtime in seconds."""
+        """See fsspec: name, size in bytes, type, mtime in seconds.
+
+        A symbolic link has islink and destination, too. One that leads to a file has that file's type, size and time;
+        any other one is of the type "other", so that nobody goes through it to a directory.
+        """
         path = self._strip_protocol(path)
-        status = self.namespace.status(path)
-        return _entry(path, status.directory, status.nbytes, status.modified)
+        try:
+            status = self.namespace.status(path)
+        except FileNotFoundError:
+            status = self.namespace.status(self.namespace.follow(path))
+        if not status.link:
+            return _entry(path, "directory" if status.directory else "file", status)
+        found = _entry(path, "other", status) | {"islink": True, "destination": self.namespace.link(path)}
+        try:
+            target = self.namespace.status(self.namespace.follow(path))
+        except OSError:
+            return found
+        return found if target.directory else found | _entry(path, "file", target)
 
     def ls(self, path: str, detail: bool = True, **_: Any) -> list[Any]:
         """See fsspec."""
@@ -204,7 +219,7 @@ class SoftmemFileSystem(AbstractFileSystem):  # type: ignore[misc] # fsspec has 
         flags = _FLAGS.get(plain) if set(mode) <= set("rwxab+") else None
         if flags is None:
             raise ValueError(f"open {path!r}: mode must be one of {', '.join(_FLAGS)}, with or without b, not {mode!r}")
-        path = self._strip_protocol(path)
+        path = self.namespace.follow(self._strip_protocol(path))
         deferred = None
         if not autocommit and plain != "r":
             former = next((each for each in reversed(self._pending()) if each.path == path), None)
@@ -232,7 +247,11 @@ class SoftmemFileSystem(AbstractFileSystem):  # type: ignore[misc] # fsspec has 
     def cat_file(self, path: str, start: int | None = None, end: int | None = None, **_: Any) -> bytes:
         """See fsspec. Makes one call to the servers."""
         with BufferFile(
-            self.namespace.open(self._strip_protocol(path), os.O_RDONLY), path, "rb", None, append=False
+            self.namespace.open(self.namespace.follow(self._strip_protocol(path)), os.O_RDONLY),
+            path,
+            "rb",
+            None,
+            append=False,
         ) as file:
             if start is None and end is None:
                 return file.readall()
@@ -348,6 +367,5 @@ def _reopened(fs: SoftmemFileSystem, path: str, at: int) -> Any:
     return file
 
 
-def _entry(path: str, directory: bool, nbytes: int, modified: int) -> dict[str, Any]:
-    kind = "directory" if directory else "file"
-    return {"name": path, "size": nbytes, "type": kind, "mtime": modified / 1e9}
+def _entry(path: str, kind: str, status: FileStatus) -> dict[str, Any]:
+    return {"name": path, "size": status.nbytes, "type": kind, "mtime": status.modified / 1e9}

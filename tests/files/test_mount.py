@@ -201,7 +201,10 @@ def test_refusals_have_their_errno(files: Path, client: smb.Client, tmp_path: Pa
     refused(errno.ENOTEMPTY, (files / "d").rmdir)
     refused(errno.EXDEV, lambda: (files / "d/w.npy").rename(files / "d/x"))
     refused(errno.ENODATA, lambda: os.getxattr(files / "d/w", "user.other"))
-    refused(errno.EPERM, lambda: os.chown(files / "d/w", 12345, -1))
+    refused(errno.EPERM, lambda: os.link(files / "d/w", files / "d/x"))
+    refused(errno.EPERM, lambda: os.mkfifo(files / "d/x"))
+    refused(errno.EOPNOTSUPP, lambda: os.setxattr(files / "d/w", "user.smb.dtype", b"int8"))
+    refused(errno.EOPNOTSUPP, lambda: os.setxattr(files / "d/w", "trusted.x", b"1"))
     (files / "old").write_bytes(b"as it was")
     huge = tmp_path / "huge"
     with huge.open("wb") as file:

@@ -23,6 +23,7 @@ from safetensors.numpy import save
 import smb
 from smb.files import open_file as opened
 from smb.files import staged_file as staged
+from smb.files.attributes import FileKind
 from smb.files.contents import BufferBytes, Octets
 from smb.files.handles import OpenFile
 from smb.files.namespace import NameTree
@@ -365,7 +366,7 @@ def test_names_change_in_one_step(client: smb.Client, connect: Connect) -> None:
     reader.close()
     assert [info.name for info in client.list()] == ["run/old"]
     tree.rename("run", "done/run")
-    assert other.list("") == [("done", True)]
+    assert other.list("") == [("done", FileKind.FOLDER)]
     with pytest.raises(FileExistsError):
         tree.make_folder("done")
     tree.remove("done/run/old")
@@ -397,7 +398,7 @@ def test_what_is_written_while_a_rename_copies_is_kept(client: smb.Client, monke
     file.write(128 + 8 * 9, np.ones(1).view(np.uint8))
     file.close()
     assert np.flatnonzero(client.open("w").read()).tolist() == [7, 9]
-    assert tree.list("") == [("w.npy", False)]
+    assert tree.list("") == [("w.npy", FileKind.FILE)]
     assert [info.name for info in client.list()] == ["w"]
 
 

@@ -17,7 +17,9 @@ import torch
 
 import smb
 import smb.torch
+from smb import spi
 from smb.files import catalogue, checksums, copying
+from smb.files.attributes import FileKind
 from smb.files.handles import OpenFile
 from smb.files.namespace import NameTree
 from smb.torch.admission import ModelAdmission
@@ -40,16 +42,26 @@ def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 def _replaced_after_the_rename(
     monkeypatch: pytest.MonkeyPatch, client: smb.Client, name: str, other: Callable[[], object]
 ) -> None:
-    """Let another client be at work right after this one has given a buffer that name."""
-    rename = client.rename
+    """Let another client be at work right after this one has given a buffer that name, as a file or otherwise."""
+    rename, rename_file = client.rename, spi.rename_file
 
-    def then_other(old: str, new: str, **options: bool) -> None:
-        rename(old, new, **options)
+    def then_other(new: str) -> None:
         if new == name:
             monkeypatch.setattr(client, "rename", rename)
+            monkeypatch.setattr("smb.files.making.rename_file", rename_file)
             other()
 
-    monkeypatch.setattr(client, "rename", then_other)
+    def renamed(old: str, new: str, **options: bool) -> None:
+        rename(old, new, **options)
+        then_other(new)
+
+    def renamed_file(whose: smb.Client, old: tuple[str, int], new: str, **options: Any) -> None:
+        rename_file(whose, old, new, **options)
+        if whose is client:
+            then_other(new)
+
+    monkeypatch.setattr(client, "rename", renamed)
+    monkeypatch.setattr("smb.files.making.rename_file", renamed_file)
 
 
 def _put(tree: NameTree, path: str, data: bytes) -> None:
@@ -152,7 +164,7 @@ def test_a_published_file_has_its_own_header(connect: Connect, monkeypatch: pyte
     other.create("v", 4, versions=2).publish(np.ones(4, np.float32))
     _ask_for_no_listing_anew(monkeypatch)
     tree = NameTree(client)
-    assert tree.list("") == [("v.npy", False)]
+    assert tree.list("") == [("v.npy", FileKind.FILE)]
     other.delete("v")
     other.create("v", 6, "int32", versions=2).publish(np.arange(6, dtype=np.int32))
     file = tree.open("v.npy", os.O_RDONLY)
