@@ -64,6 +64,7 @@ FORMS = (
     Form("soak", "soak MINUTES={half_min} SEED={seed}", 40, 10),  # on SQLite
     Form("soak-etcd", "soak MINUTES={half_min} SEED={seed} SOAK=--etcd", 26, 10),
     Form("day", "day", 12, 6),
+    Form("posix", "posix ARGS=--seed={seed}", 20, 10),
     Form("verbs", "verbs", 42, 20),
     Form("ray", "ray", 7, 3),
     Form("vllm", "vllm", 27, 13),

@@ -101,7 +101,7 @@ class Operations(mfusepy.Operations):  # type: ignore[misc] # mfusepy's types ar
         if status.version is not None:
             mode &= ~0o222
         owner = kept.owner if kept.owner is not None and self._gives_away else self._owner
-        modified = status.modified or self._begun
+        modified = self._begun if status.directory and not status.modified else status.modified
         return {
             "st_mode": _LINK_MODE if link else mode,
             "st_uid": owner[0],

@@ -181,6 +181,8 @@ def test_rights_and_times_are_kept_by_the_cluster(files: Path, mounts: list[Path
     there.write_bytes(b"longer than before")
     wait_for(lambda: (files / "v").stat().st_size == 18, "new bytes")
     assert stat.S_IMODE((files / "v").stat().st_mode) == (0o750 if not ROOT else 0o4750)
+    os.utime(files / "v", ns=(0, 0))
+    assert (files / "v").stat().st_mtime_ns == 0
     (files / "x").write_bytes(b"x")
     (files / "x").rename(files / "v")
     assert stat.S_IMODE((files / "v").stat().st_mode) == 0o644

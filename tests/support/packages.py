@@ -33,17 +33,24 @@ class Tool(NamedTuple):
         return not (shutil.which(self.sign) or Path(self.sign).is_file())
 
 
+_PYTHON = Path("/usr/bin/python3").resolve().name  # Debian's own: python3.11, for example
+
 TOOLS = {
     "chromium": Tool("chromium", ("chromium",), "the page is not tested"),
     "etcd-server": Tool("etcd", ("etcd-server", "etcd-client"), "what needs etcd is not run"),
     "fuse3": Tool("fusermount3", ("fuse3",), "nothing is mounted"),
+    "fio": Tool("fio", ("fio",), "it does not write to a mount"),
     "iproute2": Tool("ip", ("iproute2",), "no network namespaces are made"),
     "libssl": Tool("/usr/include/openssl/ssl.h", ("libssl-dev",), "the engine does not compile"),
     "nftables": Tool("nft", ("nftables",), "no network is cut"),
     "openssh-server": Tool("/usr/sbin/sshd", ("openssh-server", "openssh-client"), "smb up --hosts is not tried"),
     "openssl": Tool("openssl", ("openssl",), "no certificates are made by it"),
     "prometheus": Tool("promtool", ("prometheus",), "what needs Prometheus is not run"),
+    "python3-tests": Tool(
+        f"/usr/lib/{_PYTHON}/test/test_os.py", (f"lib{_PYTHON}-testsuite",), "CPython's tests may be missing"
+    ),
     "spin": Tool("spin", ("spin",), "the models are not run"),
+    "stress-ng": Tool("stress-ng", ("stress-ng",), "it does not use a mount"),
     "systemd": Tool("systemd-analyze", ("systemd",), "units are not checked"),
     "tmux": Tool("tmux", ("tmux",), "smb top is not tried in a terminal"),
 }

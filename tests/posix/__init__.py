@@ -1,0 +1,1 @@
+"""What others' programs find in a mount: see __main__.py."""
