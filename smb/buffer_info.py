@@ -63,6 +63,7 @@ class BufferInfo:
     def dtype_name(self) -> str:
         """The element type's name; "NAME (unknown to this release)" if only a newer release can open the buffer."""
         return f"{self.unknown_dtype} (unknown to this release)" if self.unknown_dtype else self.dtype.name
+
     file_attributes: bytes = field(default=b"", repr=False)  # of the file that shows it (smb/files/attributes.py)
 
     @property

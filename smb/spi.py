@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Protocol
 
 from smb.call.sync_requests import LOST
 from smb.engine import SOURCES_MAX, crc32c, memory_of
-from smb.rpc.control_pb2 import TrainingReport
 from smb.rpc import control_pb2 as pb
+from smb.rpc.control_pb2 import TrainingReport
 from smb.rpc.metadata import encode
 from smb.transport.reconnect import connections_for
 
