@@ -271,7 +271,7 @@ class CoordinatorService(CoordinatorServicer):
                     )
                 committed = await self._judged(asked, seen)
                 break
-            except NotAskedError:  # buffers are being made on it: the answer was too old
+            except NotAskedError:  # buffers are being made on it, or deleted: the answer was too old
                 if left == 0:
                     raise
         answer = next(effect for effect in committed.effects if isinstance(effect, AnswerDrops))
@@ -329,6 +329,7 @@ class CoordinatorService(CoordinatorServicer):
         may make them after it has answered. Raises UnavailableError if the server does not answer.
         """
         state, name = self._commit_log.state, event.server.name
+        event = replace(event, drops=state.drops.get(name, 0))
         copies = [(record, copy) for record in state.buffers.at(name) for copy in record.copies if copy.server == name]
         here = {copy.id for _, copy in copies}
         due = {copy.id for record, copy in copies if record.ready}

@@ -105,6 +105,7 @@ class State:
     unexplained: Mapping[str, Mapping[int, Held]] = field(default_factory=dict)  # segments held beside the records
     missing: Mapping[str, frozenset[int]] = field(default_factory=dict)  # segments in the records that the server lacks
     others: Mapping[str, frozenset[int]] = field(default_factory=dict)  # those of `missing` held as another copy
+    drops: Mapping[str, int] = field(default_factory=dict)  # how many drops each server has answered in this term
     # Terms in the server's stamps that this store does not have: changes made in the same term can be compared.
     other_terms: Mapping[str, frozenset[tuple[int, int]]] = field(default_factory=dict)
 

@@ -13,9 +13,10 @@ import pytest
 
 from smb import errors
 from smb.coordinator.commit_log import CommitLog
-from smb.coordinator.events import BufferDeleted, BufferMade, BufferWanted, ServerRenewed
+from smb.coordinator.events import BufferDeleted, BufferMade, BufferWanted, ServerCounted, ServerRenewed
 from smb.coordinator.records import Held, ServerRecord
 from smb.coordinator.segment_maker import SegmentMaker
+from smb.coordinator.steps.copies import NotAskedError
 from smb.coordinator.store import SqliteStore
 from smb.coordinator.validate import Creation
 from tests.support.decisions import registration, server
@@ -55,6 +56,26 @@ def test_what_a_server_has_dropped_is_listed_no_more(tmp_path: Path, keeps: bool
         if keeps:
             with pytest.raises(errors.NotFoundError, match="holds more than the records say"):
                 await log.commit(ServerRenewed("a", 1, NBYTES))
+        await store.close()
+
+    asyncio.run(work())
+
+
+def test_a_list_from_before_a_drop_is_asked_for_anew(tmp_path: Path) -> None:
+    """The server said what it holds, dropped a segment, and its answer to the drop came first. The registration is not
+    taken with that list, since nothing would remove the segment from it.
+    """
+
+    async def work() -> None:
+        store = SqliteStore(tmp_path)
+        log = await CommitLog.open(store, 1)
+        await log.commit(registration(log.state, server("a")))
+        listed = replace(registration(log.state, server("a")), held={7: Held(1, nbytes=NBYTES)}, stamps=())
+        await log.commit(ServerCounted("a", 1, 0, 7))
+        with pytest.raises(NotAskedError, match='memory server "a" dropped a segment while it registered'):
+            await log.commit(listed)
+        assert not log.state.unexplained.get("a")
+        await log.commit(registration(log.state, server("a")))
         await store.close()
 
     asyncio.run(work())

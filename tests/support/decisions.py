@@ -46,7 +46,8 @@ def registration(
     where = state.where()
     shown = {each: as_held or Held(epoch_of(*where[each]) if each in where else 1) for each in held}
     missing = _due(state, record.name) - shown.keys()
-    return ServerRegistered(record, shown, missing, (state.lineage.stamp,) if stamps is None else stamps, making)
+    told = (state.lineage.stamp,) if stamps is None else stamps
+    return ServerRegistered(record, shown, missing, told, making, drops=state.drops.get(record.name, 0))
 
 
 def returned(

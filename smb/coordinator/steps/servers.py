@@ -27,7 +27,7 @@ from smb.coordinator.events import (
 )
 from smb.coordinator.records import Held, ServerRecord
 from smb.coordinator.state import State, Step, without
-from smb.coordinator.steps.copies import check_all_told, not_those_copies
+from smb.coordinator.steps.copies import NotAskedError, check_all_told, not_those_copies
 from smb.coordinator.steps.interrupted import heard_from
 from smb.coordinator.validate import check_address, check_host_name, check_server_name, check_zone
 from smb.drop_reasons import Ground
@@ -45,6 +45,10 @@ def server_registered(state: State, event: ServerRegistered, now: Instant) -> St
     where = state.where()
     _check_cluster(state, event, where)
     check_all_told(state, server.name, event.held, event.missing)
+    if state.drops.get(server.name, 0) != event.drops:
+        raise NotAskedError(
+            f'memory server "{server.name}" dropped a segment while it registered; it must register again'
+        )
     known = state.servers.get(server.name)
     server = replace(server, last_seen_at=now.wall, draining=known is not None and known.draining)
     here = {
@@ -233,6 +237,8 @@ def server_counted(state: State, event: ServerCounted, _: Instant) -> Step:
     """Record how much memory of a server is used, and which segment it dropped. That segment is also removed from its
     list, because the server may have registered with it meanwhile.
     """
+    if event.dropped:
+        state = replace(state, drops={**state.drops, event.name: state.drops.get(event.name, 0) + 1})
     known = state.servers.get(event.name)
     if known is None or known.instance_id != event.instance_id:
         return state, ()
