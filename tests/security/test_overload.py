@@ -106,17 +106,18 @@ def test_a_certificate_with_many_calls_in_progress_is_refused_more(
     assert answered <= CALLS_PER_CERTIFICATE_MAX * 3 // 4  # the rest is for renewals of sessions
 
 
-@pytest.mark.skipif(not LONG, reason="takes half a minute until all calls of the flood wait")
 def test_others_are_answered_at_once_when_a_flood_waits(guarded: smb.LocalCluster, certificates: Path) -> None:
     """A reader keeps 8000 calls in flight. Once they wait, calls of another certificate do not."""
     with smb.connect(guarded.address, credentials=certificates / "client", timeout=60) as client:
 
         def is_quick() -> bool:
             begun = time.monotonic()
-            for number in range(5):
-                client.create(f"quick{number}", 4)
-                client.delete(f"quick{number}")
-            return time.monotonic() - begun < 1.0
+            with suppress(smb.Error):  # a call that gRPC had no place for
+                for number in range(5):
+                    client.create(f"quick{number}", 4, exist_ok=True)
+                    client.delete(f"quick{number}")
+                return time.monotonic() - begun < 1.0
+            return False
 
         assert wait_for(is_quick, "quick answers")
         with flooded(guarded.address, certificates / "reader", everything=True):
