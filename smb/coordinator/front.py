@@ -145,6 +145,7 @@ class Front(grpc.GenericRpcHandler):  # type: ignore[type-arg]
             return found
 
         async def answer(request: Any, context: Any) -> Any:
+            self.check(method.rpartition("/")[2])  # again: the call may have waited for its turn since
             return await cast(Any, self._handlers[method].unary_unary)(request, context)
 
         return grpc.unary_unary_rpc_method_handler(
