@@ -16,7 +16,8 @@ MANY = 64
 SAVED_S = 1.0  # of the loop's time, which such a certificate may take at once if it has asked little before
 OTHERS_S = 60.0  # since the last call of another certificate: after that, a certificate is alone
 _FIRST_COST_S = 0.0005  # of a call, until that is measured
-_WINDOW_S, _WINDOW_CALLS = 1.0, 20  # of a measurement: with fewer calls the loop's other work would count as theirs
+_WINDOW_S = 1.0  # of a measurement, at least
+_CALLS_PER_S_MIN = 20.0  # of a measurement: with fewer calls the loop's other work would count as theirs
 _BEGIN_MAX = 64  # calls of a bucket in one round of the loop
 _SCHEDSTAT = Path("/proc/thread-self/schedstat")  # nanoseconds of work, nanoseconds of waiting for a processor, slices
 
@@ -116,7 +117,7 @@ class CallRates:
 
     def _measure(self, now: float) -> None:
         busy_s = self._busy()
-        if self._calls >= _WINDOW_CALLS:
+        if self._calls >= _CALLS_PER_S_MIN * (now - self._since):
             self._cost_s = (busy_s - self._busy_s) / self._calls
         self._since, self._busy_s, self._calls = now, busy_s, 0
         self._buckets = {name: each for name, each in self._buckets.items() if each.waiting or each.full_at > now}

@@ -125,14 +125,17 @@ def test_a_certificate_that_asks_alone_does_not_wait() -> None:
     run(scenario)
 
 
-@pytest.mark.parametrize(("slower", "calls", "begin"), [(1, 200, SAVED), (10, 200, SAVED // 10), (10, 10, SAVED)])
-def test_a_call_counts_as_much_as_calls_cost_on_average(slower: int, calls: int, begin: int) -> None:
-    """On a machine that is ten times slower, a tenth of the calls begins. Seconds with few calls do not count, since
+@pytest.mark.parametrize(
+    ("slower", "calls", "seconds", "begin"),
+    [(1, 200, 1.0, SAVED), (10, 200, 1.0, SAVED // 10), (10, 10, 1.0, SAVED), (10, 200, 20.0, SAVED)],
+)
+def test_a_call_counts_as_much_as_calls_cost_on_average(slower: int, calls: int, seconds: float, begin: int) -> None:
+    """On a machine that is ten times slower, a tenth of the calls begins. A time with few calls does not count, since
     the loop's other work would be theirs."""
 
     async def scenario() -> None:
         loop = Loop().with_others()
-        loop.answer(calls, 1.0, slower * COST_S)
+        loop.answer(calls, seconds, slower * COST_S)
         assert loop.flood() == pytest.approx(begin, abs=3)
 
     run(scenario)
