@@ -38,7 +38,7 @@ endif
 endif
 endif
 
-.PHONY: simulate simulate-short demo test pytest collected packages lint types style format-c lock nightly soak nftables matrix c-test fuzz-short verbs fault long fuzz model sanitized promises spin chromium tmux prometheus etcd etcd-server fuse3 ray ray-tests vllm vllm-tests stacks stacks-tests metrics-page protocol-page perf scaling libssl systemd docs wheel wheel-test release example-gpt openssh-server image upgrade day posix container-test bare install clean
+.PHONY: simulate simulate-short demo test pytest collected packages lint types style format-c lock nightly soak nftables matrix c-test fuzz-short verbs fault long fuzz model sanitized promises spin chromium tmux prometheus etcd etcd-server fuse3 ray ray-tests vllm vllm-tests stacks stacks-tests metrics-page protocol-page perf scaling libssl systemd docs wheel wheel-test release example-gpt openssh-server image mpi mpi-tests upgrade day posix container-test bare install clean
 
 demo: $(VENV)/demo-installed
 	$(BIN)/smb demo $(DEMO)
@@ -258,6 +258,14 @@ vllm-tests: $(VENV)/installed
 # other these tests are reported as not run. One of them: make stacks TESTS=tests/train/test_verl.py
 stacks:
 	@$(MAKE) --no-print-directory stacks-tests VENV=build/stacks CONSTRAINTS=tests/stacks-constraints.txt
+
+# The results of MPI's one-sided calls, of docs/mpi.md, beside those of MPICH, in an environment of its own.
+mpi:
+	@$(MAKE) --no-print-directory mpi-tests VENV=build/mpi
+
+mpi-tests: $(VENV)/test-installed
+	@$(call step,$(call pip-install,mpi4py==4.1.2 mpich==5.0.2), MPICH and mpi4py. The same call again goes on from there)
+	@$(call step,$(BIN)/python -m pytest tests/api/test_one_sided.py, pytest. One test again: make mpi)
 
 stacks-tests: $(VENV)/installed
 	@$(call step,$(call pip-install,--requirement tests/stacks-requirements.txt), TRL and verl. The same call again goes on from there)

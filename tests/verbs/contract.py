@@ -58,6 +58,7 @@ LEFT_OUT = {
     "api/test_futures.py": "futures over the same calls",
     "api/test_kinds_of_arrays.py": "is about arrays, before any request",
     "api/test_moves.py": "a segment that was reached over RDMA does not move; where it moves, frames go over TCP",
+    "api/test_one_sided.py": "is calls that tests/api/test_calls.py and test_wire_dtypes.py make over verbs",
     "api/test_shared_locks.py": "what waits goes over TCP with verbs, too; tests/api/test_locks.py has it over verbs",
     "api/test_sparse.py": "is reads and sparse additions, which tests/api/test_wire_dtypes.py makes over verbs",
     "api/test_queue.py": "tests/engine/c/test_async.c has the engine's operations by reference, as over verbs",
