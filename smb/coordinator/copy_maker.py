@@ -73,6 +73,7 @@ class CopyMaker:
         self._switches: dict[int, Move] = {}  # likewise; begun by the coordinator itself
         self._unswitchable_until: dict[int, float] = {}  # by bundle: its last switch failed
         self._avoided_until: dict[str, float] = {}
+        self._role_awaited_until: dict[int, float] = {}  # by bundle: its server has not heard of its role
         self._apart_until: dict[frozenset[str], float] = {}  # two servers that did not reach each other
         self._said: dict[int, str] = {}  # by bundle: the last warning
         self._bound: dict[int, float] = {}  # segments that their servers reported as unable to move; until when
@@ -177,9 +178,10 @@ class CopyMaker:
         self._say_without_room(records, pool)
         self._say_lacking(records)
         most = self._pace.most(now.monotonic, strained=bool(state.late(now)))
-        found = wishes(
-            records, pool, avoid, moves, apart, self._bound, self.resting(), kept, most, state.copies_held(now)
-        )
+        awaited = {bundle: until for bundle, until in self._role_awaited_until.items() if until > now.monotonic}
+        self._role_awaited_until = awaited
+        resting = {*self.resting(), *awaited}
+        found = wishes(records, pool, avoid, moves, apart, self._bound, resting, kept, most, state.copies_held(now))
         await asyncio.gather(*map(self._begin, found))
 
     async def _begin(self, wish: Wish) -> None:
@@ -314,6 +316,16 @@ class CopyMaker:
         self._avoided_until[asked] = self._commit_log.now().monotonic + pause_s
         asyncio.get_running_loop().call_later(pause_s, self.look_now)
 
+    def _wait_for_role(self, wish: Wish, error: Error) -> None:
+        """Leave a bundle for a moment: its server answered that it does not have this role, of which it may not have
+        heard yet. It can take copies of others meanwhile, which would otherwise go to a server that shares more with
+        their source.
+        """
+        bundle = bundle_of(wish.segment)
+        self._say_once(bundle, f"no copy on {wish.target} of a segment of {wish.record.title} for now: {error}")
+        self._role_awaited_until[bundle] = self._commit_log.now().monotonic + CONFIRM_PAUSE_S
+        asyncio.get_running_loop().call_later(CONFIRM_PAUSE_S, self.look_now)
+
     def _say_once(self, bundle: int, text: str) -> None:
         _log.log(logging.DEBUG if self._said.get(bundle) == text else logging.WARNING, "%s", text)
         self._said[bundle] = text
@@ -359,7 +371,10 @@ class CopyMaker:
                 await self._give_room_back(wish, server, epoch)
                 return
         except Error as error:
-            self._pause(wish, asked, PAUSE_S if asked == wish.target else CONFIRM_PAUSE_S, error)
+            if asked != wish.target and isinstance(error, NotFoundError):
+                self._wait_for_role(wish, error)
+            else:
+                self._pause(wish, asked, PAUSE_S if asked == wish.target else CONFIRM_PAUSE_S, error)
             await self._give_room_back(wish, server, epoch)
             return
         finally:

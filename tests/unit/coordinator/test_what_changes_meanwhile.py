@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -519,6 +519,33 @@ def test_a_server_is_not_avoided_for_a_copy_that_nobody_wants_any_more(tmp_path:
             await log.commit(BackupsLost("a", frozenset({log.state.buffers["v"].segments[0].id})))
             await copies.begin()
             assert log.state.buffers["v"].segments[0].copying_to == "b"
+
+    asyncio.run(work())
+
+
+def test_a_server_that_awaits_a_role_can_take_copies(tmp_path: Path) -> None:
+    """It does not know yet that it is a segment's primary. Copies of others went to a server in their source's zone."""
+
+    class Unaware(Servers):
+        async def take_roles(self, at: ServerRecord, messages: Sequence[pb.Replica] = (), *_: object) -> frozenset[int]:
+            if at.name == "b" and any(message.confirm for message in messages):
+                raise NotFoundError("b has no role 1 here in epoch 2")
+            return frozenset()
+
+    async def work() -> None:
+        async with beside(tmp_path) as log:
+            servers = Unaware(living=1)
+            await register(log, "a", "b")
+            maker = SegmentMaker(log, cast(Any, servers))
+            for name, at in (("w", "a"), ("v", "b")):
+                await maker.create(Creation(name, (8,), "float32", replicas=2, server_names=(at,)), 1.0)
+            copies = CopyMaker(log, cast(Any, servers), nothing, maker.drop)
+            await log.commit(BackupsLost("b", frozenset({log.state.buffers["v"].segments[0].id})))
+            await copies.begin()
+            assert log.state.buffers["v"].segments[0].copying_to == ""
+            await log.commit(BackupsLost("a", frozenset({log.state.buffers["w"].segments[0].id})))
+            await copies.begin()
+            assert log.state.buffers["w"].segments[0].copying_to == "b"
 
     asyncio.run(work())
 
