@@ -7,8 +7,10 @@ from the modules under a call.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
+from smb.buffer_info import BufferInfo
 from smb.call.sync_requests import LOST
 from smb.engine import SOURCES_MAX, crc32c, memory_of
 from smb.rpc import control_pb2 as pb
@@ -31,6 +33,7 @@ __all__ = [
     "crc32c",  # for a snapshot's blocks
     "encode",  # a buffer's metadata, in its final size: for files
     "is_located",
+    "look_up",
     "memory_of",  # of a block that a restore writes into a version
     "note_name",
     "opened_by",
@@ -95,6 +98,18 @@ def note_name(buffer: Buffer, name: str) -> None:
     For files, which make a buffer under a private name.
     """
     buffer._renamed(name)
+
+
+def look_up(client: Client, names: Sequence[str], folder: str) -> list[BufferInfo] | None:
+    """Return those of these buffers that exist, and one buffer in the folder if there is one.
+
+    For files, which look for a name that their listing lacks. None if the coordinator is of an older version, which
+    only lists everything.
+    """
+    session = session_of(client)
+    session.check_open()
+    found = session.coordinator.look_up(names, folder, session.timeout)
+    return None if found is None else [BufferInfo.of(each) for each in found]
 
 
 def rename_file(

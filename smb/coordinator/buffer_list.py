@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from operator import attrgetter
 from typing import Any
 
 from smb.coordinator.beside_loop import BesideLoop
 from smb.coordinator.messages import buffer_message
-from smb.coordinator.records import BufferRecord
+from smb.coordinator.records import BufferRecord, Kind
 from smb.coordinator.state import State
 from smb.rpc import control_pb2 as pb
 from smb.security.roles import Caller
@@ -23,6 +24,7 @@ from smb.security.roles import Caller
 PAGE_BUFFERS = 1000  # 160 KiB if each has one segment
 PAGE_SEGMENTS = 8192  # 1 MiB; a page ends with the buffer that exceeds it
 PAGE_ATTRIBUTE_BYTES = 1 << 20  # the same for the attributes of files; gRPC takes messages of 4 MiB
+SCANNED_MAX = 4096  # records in which a folder is looked for in the loop: half a millisecond
 PAGES_KEPT_MAX = 64  # of all namespaces; the least recently used one is dropped
 
 
@@ -83,6 +85,21 @@ class BufferList:
 
         return await self._beside.in_turn(who.key, turn)
 
+    async def look_up(
+        self, state: State, lost: Collection[int], who: Caller, names: Iterable[str], folder: str
+    ) -> pb.ListBuffersReply:
+        """Return those of these buffers that exist, and one buffer in the folder, as far as `who` may see them."""
+        if not folder or len(state.buffers) <= SCANNED_MAX:
+            return _looked_up(state, lost, who, tuple(names), folder)
+
+        async def turn() -> pb.ListBuffersReply:
+            found: pb.ListBuffersReply = await self._beside.in_thread(
+                _looked_up, state, lost, who, tuple(names), folder
+            )
+            return found
+
+        return await self._beside.in_turn(who.key, turn)
+
     def _keep(self, shown: _Shown, who: Caller, after: str, page: pb.ListBuffersReply) -> None:
         if self._shown is None or not self._shown.shows_the_same(shown):
             self._shown = shown
@@ -122,10 +139,31 @@ def _page(index: _Index, state: State, lost: Collection[int], who: Caller, after
         if len(reply.buffers) == PAGE_BUFFERS or segments > PAGE_SEGMENTS or attribute_bytes > PAGE_ATTRIBUTE_BYTES:
             reply.more = True
             break
-        message = buffer_message(state, record, listed=True, names=index.names)
-        for segment in message.layout.segments:
-            segment.lost = segment.id in lost
-        reply.buffers.append(message)
+        reply.buffers.append(_message(state, record, lost, index.names))
         segments += len(record.segments)
         attribute_bytes += len(record.file_attributes)
     return reply
+
+
+def _looked_up(
+    state: State, lost: Collection[int], who: Caller, names: tuple[str, ...], folder: str
+) -> pb.ListBuffersReply:
+    found = [state.buffers[name] for name in dict.fromkeys(names) if name in state.buffers]
+    if folder:
+        inside = (record for name, record in state.buffers.items() if name.startswith(f"{folder}/"))
+        found += islice((record for record in inside if _is_listed(record) and who.may_see(record.name)), 1)
+    shown = {record.name: record for record in found if _is_listed(record) and who.may_see(record.name)}
+    return pb.ListBuffersReply(
+        buffers=[_message(state, record, lost, None) for record in shown.values()], looked_up=True
+    )
+
+
+def _is_listed(record: BufferRecord) -> bool:
+    return record.ready and record.kind is Kind.BUFFER
+
+
+def _message(state: State, record: BufferRecord, lost: Collection[int], names: Mapping[int, str] | None) -> pb.Buffer:
+    message = buffer_message(state, record, listed=True, names=names)
+    for segment in message.layout.segments:
+        segment.lost = segment.id in lost
+    return message

@@ -641,6 +641,8 @@ class CoordinatorService(CoordinatorServicer):
         """See control.proto. Sorted by name."""
         state = self._commit_log.state
         lost = state.lost_segments(self._commit_log.now())
+        if request.names or request.folder:
+            return await self._buffer_list.look_up(state, lost, caller(), request.names, request.folder)
         return await self._buffer_list.page(state, lost, caller(), request.after)
 
     async def DeleteBuffer(self, request: pb.DeleteBufferRequest, context: Context) -> pb.DeleteBufferReply:

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from smb.buffer import Buffer
 from smb.buffer_info import BufferInfo
 from smb.client import Client
+from smb.config.limits import NAME_CHARACTERS_MAX
 from smb.errors import Error, NotFoundError
 from smb.files.attributes import Attributes, decode
 from smb.files.formats import FileView, forms_of, may_be_empty, path_in, view_of
-from smb.files.names import Form, is_long, is_private, name_of, path_of
+from smb.files.names import Form, escaped, is_long, is_private, meanings, name_of, path_of
+from smb.spi import look_up
 
 FRESH_S = 1.0  # how long new buffers of other clients may stay unseen, and deleted ones be listed; open() always asks
 # Missing names and directory listings are requested again, unless that would keep the coordinator busy.
 _CHEAP_S = 0.05
 _MISSES_COST = 10
+_ASKED_KEPT = 64
 _SERVERS_FRESH_S = 1.0
 _ROOM_FRESH_S = 10.0  # for a file that takes a small part of what was free
 _SMALL_PART = 64
@@ -77,14 +81,31 @@ class Catalogue:
         # one handle for each buffer, so that its paths to the servers are found once
         self._buffers: dict[int, Buffer] = {}
         self._space: tuple[float, int, int] = (float("-inf"), 0, 0)
+        self._asked: dict[str, float] = {}  # when the coordinator was last asked for single paths; the latest ones
+        self._call = threading.local()  # `begun`: since when a listing counts as requested by this thread's call
         self._changed = False  # buffers were made or removed since `_space` was read
+
+    @contextmanager
+    def call(self, recent_s: float = 0.0) -> Iterator[None]:
+        """Let all misses in this block, and in blocks within it, share one listing, which is up to `recent_s` old."""
+        outermost = getattr(self._call, "begun", None) is None
+        if outermost:
+            self._call.begun = time.monotonic() - recent_s
+        try:
+            yield
+        finally:
+            if outermost:
+                self._call.begun = None
 
     def listing(self, *, missed: bool = False, anew: bool = False) -> Listing:
         """Return the listing, at most FRESH_S old. With `missed`, because the last one lacked a wanted path, it is
         requested again unless that would be too often, and with `anew` in any case.
         """
+        begun = getattr(self._call, "begun", None)
         with self._lock:
             age = time.monotonic() - self._read_at
+            if missed and not anew and begun is not None and self._read_at >= begun and age < FRESH_S:
+                return self._listing  # it was requested by this very call
             missed_s = 0.0 if self._cost < _CHEAP_S else min(FRESH_S, _MISSES_COST * self._cost)
             if not anew and age < (missed_s if missed else FRESH_S):
                 return self._listing
@@ -108,6 +129,46 @@ class Catalogue:
             self._cost = time.monotonic() - begun
             known = {info.id for info in listing.infos.values()}
             self._buffers = {number: buffer for number, buffer in self._buffers.items() if number in known}
+            return self._listing
+
+    def missed(self, path: str) -> Listing:
+        """Return the listing after the coordinator was asked for this path, which the last one lacked.
+
+        In one call of this thread (see `call`) it is asked once for a path.
+        """
+        folder = escaped(path)
+        if (
+            len(folder) >= NAME_CHARACTERS_MAX
+        ):  # the names of buffers below it are digests, of which only a listing tells
+            return self.listing(missed=True)
+        begun = getattr(self._call, "begun", None)
+        with self._lock:
+            asked_at = max(self._read_at, self._asked.get(path, float("-inf")))
+            if begun is not None and asked_at >= begun and time.monotonic() - asked_at < FRESH_S:
+                return self._listing
+            changes: list[dict[str, BufferInfo | None]] = []
+            self._pending.append(changes)
+            begun = time.monotonic()
+        names = {name_of(shown.name): shown.name for shown in meanings(path)}
+        try:
+            found = look_up(self._client, list(names), folder)
+        except BaseException:
+            with self._lock:
+                self._end(changes)
+            raise
+        if found is None:
+            with self._lock:
+                self._end(changes)
+            return self.listing(missed=True)
+        seen = {self._path(info): info for info in found}
+        with self._lock:
+            self._end(changes)
+            self._asked[path] = begun
+            while len(self._asked) > _ASKED_KEPT:
+                del self._asked[next(iter(self._asked))]
+            self._apply({**dict.fromkeys(names.values()), **seen})
+            for change in changes:
+                self._listing.change(change)
             return self._listing
 
     def _end(self, changes: list[dict[str, BufferInfo | None]]) -> None:
@@ -229,7 +290,10 @@ class Catalogue:
         return nbytes <= self.space()[1]
 
     def _show(self, change: dict[str, BufferInfo | None]) -> None:
+        self._apply(change)
+        self._changed = True
+
+    def _apply(self, change: dict[str, BufferInfo | None]) -> None:
         for changes in self._pending:
             changes.append(change)
         self._listing.change(change)
-        self._changed = True

@@ -100,7 +100,7 @@ class Maker:
         """Return True if the buffer `target`, listed as `path`, takes the place of that file only."""
         if target == path:
             return True
-        listing = self._catalogue.listing(missed=True)
+        listing = self._catalogue.missed(target)
         info = listing.infos.get(target)
         return info is None or self.listed(target, info, listing.infos, self._folders_of(listing)) == path
 

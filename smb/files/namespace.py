@@ -50,6 +50,7 @@ from smb.files.temporary_names import left_by_dead
 
 _COPY_BYTES = 8 << 20
 _HIDDEN_S = 1.0
+_RECENT_S = 0.05
 _ALIASES_KEPT = 1000
 _LINKS_MAX = 40  # in one path, as in Linux
 _TARGET_BYTES_MAX = 4095  # of a symbolic link, as in Linux
@@ -101,7 +102,7 @@ class NameTree:
 
     def status(self, path: str) -> FileStatus:
         """Return the status of a path. ENOENT."""
-        with as_os_errors():
+        with self._call():
             node = self._nodes.get(path)
             if node is not None:
                 return status_of(node)
@@ -148,7 +149,7 @@ class NameTree:
 
         ENOENT before the first generation.
         """
-        with as_os_errors():
+        with self._call():
             place = self._generations.at(path)
             if place is not None and place.generation == LATEST and not place.file:
                 return str(self._generations.number(place))
@@ -164,7 +165,7 @@ class NameTree:
 
         ELOOP; ENOENT for a link out of the cluster's files.
         """
-        with as_os_errors():
+        with self._call():
             return self._follow(path)
 
     def _follow(self, path: str) -> str:
@@ -194,7 +195,7 @@ class NameTree:
 
     def list(self, path: str) -> builtins.list[tuple[str, FileKind]]:
         """Return (name, kind) of all entries of a directory, sorted. ENOENT, ENOTDIR."""
-        with as_os_errors():
+        with self._call():
             place = self._generations.at(path)
             if place is not None and place.generation:
                 return self._list_generation(place)
@@ -244,7 +245,7 @@ class NameTree:
         """Return the buffer that a path shows, and in which form. ENOENT; EISDIR; ENODATA for a file that is not a
         buffer yet.
         """
-        with as_os_errors():
+        with self._call():
             node = self._nodes.get(path)
             if node is not None and isinstance(node.content, StagedFile) and not self._find(path):
                 raise refuse(errno.ENODATA, f"{path!r} becomes a buffer only when it is closed")
@@ -259,7 +260,7 @@ class NameTree:
 
     def space(self) -> tuple[int, int, int]:
         """Return (capacity, free) of the cluster in bytes, and the number of its buffers."""
-        with as_os_errors():
+        with self._call():
             return *self._catalogue.space(), len(self._catalogue.listing(missed=True).infos)
 
     # ---- opening
@@ -271,7 +272,8 @@ class NameTree:
         ESTALE if the path led to a file that is hidden now: the caller looks the path up again.
         """
         writes = flags & os.O_ACCMODE != os.O_RDONLY
-        with as_os_errors():
+        # A caller that makes a file has usually just seen that there is none; the name is decided when it is closed.
+        with self._call(_RECENT_S if flags & os.O_CREAT else 0.0):
             place = self._generations.at(path)
             if place is not None and place.generation:
                 return self._open_generation(place, path, flags)
@@ -397,7 +399,7 @@ class NameTree:
 
     def make_folder(self, path: str, attributes: Attributes = NONE) -> None:
         """Make a directory. Only this process knows it until it has a file. EEXIST, ENOENT."""
-        with as_os_errors(), self._asked(path):
+        with self._call(), self._asked(path):
             found = self._find(path)
             if (
                 path in self._nodes
@@ -418,7 +420,7 @@ class NameTree:
                 errno.ENAMETOOLONG if data.size else errno.ENOENT,
                 f"the target of a symbolic link must have 1 to {_TARGET_BYTES_MAX} bytes, not {data.size}",
             )
-        with as_os_errors():
+        with self._call():
             with self._asked(path):
                 if path in self._nodes or self._is_folder(path) or self._find(path) is not None:
                     raise refuse(errno.EEXIST, path)
@@ -445,7 +447,7 @@ class NameTree:
 
     def remove_folder(self, path: str) -> None:
         """Remove an empty directory. ENOENT, ENOTDIR, ENOTEMPTY."""
-        with as_os_errors(), self._lock:
+        with self._call(), self._lock:
             if not path or self._generations.at(path) is not None or self.list(path):
                 raise refuse(errno.ENOTEMPTY, path)
             for inside, hidden in builtins.list(self._hidden.items()):
@@ -461,7 +463,7 @@ class NameTree:
 
         Handles of this process work until they are closed; other processes get ESTALE.
         """
-        with as_os_errors():
+        with self._call():
             if self._is_folder(path):
                 raise refuse(errno.EISDIR, path)
             self._refuse_published(path)
@@ -502,7 +504,7 @@ class NameTree:
         libfuse does this when an open file is removed, and when another file is about to be renamed to its path. For
         the cluster the latter must be one step, so the hidden file is kept for a moment.
         """
-        with as_os_errors():
+        with self._call():
             status = self.status(path)
             with self._asked(path):
                 self._hide(path, alias, status)
@@ -570,7 +572,7 @@ class NameTree:
 
         Open handles of this process keep reading the old file. EXDEV between different forms.
         """
-        with as_os_errors():
+        with self._call():
             self._refuse_published(path, new_path)
             copied = self._copied(path, new_path)
             try:
@@ -717,7 +719,7 @@ class NameTree:
         def changed(kept: Attributes) -> Attributes:
             return replace(change(kept), changed=time.time_ns())
 
-        with as_os_errors():
+        with self._call():
             self._refuse_generation(path)
             with self._lock:
                 node = self._nodes.get(path)
@@ -755,7 +757,7 @@ class NameTree:
 
     def sweep(self) -> None:
         """Delete what killed processes of this host left half done, as far as this client may."""
-        with as_os_errors(), suppress(PermissionDeniedError):
+        with self._call(), suppress(PermissionDeniedError):
             for path, info in self._catalogue.listing(missed=True).infos.copy().items():
                 if left_by_dead(info.name):
                     self.client.delete(info.name, missing_ok=True)
@@ -817,7 +819,7 @@ class NameTree:
         An empty file becomes a buffer only with `empty`: a shell closes copies of its descriptor before a program
         writes to it.
         """
-        with node.lock:
+        with self._catalogue.call(_RECENT_S), node.lock:
             staged = node.content
             if node.stale and isinstance(staged, Live) and not node.removed:
                 self._store_time(node, staged)
@@ -876,7 +878,7 @@ class NameTree:
 
     def close_node(self, node: FileNode) -> None:
         """Close one handle. A staged file that could not become a buffer is dropped with the last handle."""
-        with as_os_errors(), self._lock:
+        with self._call(), self._lock:
             node.handles -= 1
             if node.handles:
                 return
@@ -915,6 +917,12 @@ class NameTree:
     # ---- inside
 
     @contextmanager
+    def _call(self, recent_s: float = 0.0) -> Iterator[None]:
+        """Translate errors; and ask the coordinator for names once in a call, see Catalogue.call."""
+        with as_os_errors(), self._catalogue.call(recent_s):
+            yield
+
+    @contextmanager
     def _asked(self, path: str) -> Iterator[None]:
         """Hold the lock, after a request to the coordinator.
 
@@ -937,7 +945,7 @@ class NameTree:
         escaped(path)  # raises for a path that is too long
         shown = meanings(path)
         for missed in (False, True):
-            infos = self._catalogue.listing(missed=missed).infos
+            infos = (self._catalogue.missed(path) if missed else self._catalogue.listing()).infos
             for one in shown:
                 info = infos.get(one.name)
                 if info is None or (one.version is not None and info.versions == 1):
@@ -971,7 +979,11 @@ class NameTree:
     def _is_folder(self, path: str) -> bool:
         if not path or path in self._folders:
             return True
-        if path in self._catalogue.listing().folders or path in self._catalogue.listing(missed=True).folders:
+        listing = self._catalogue.listing()
+        if path in listing.folders:
+            return True
+        known = any(shown.name in listing.infos for shown in meanings(path))  # a file is not looked for again
+        if not known and path in self._catalogue.missed(path).folders:
             return True
         return self._generations.is_folder(path)
 

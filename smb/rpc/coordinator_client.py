@@ -232,6 +232,12 @@ class Coordinator:
             more = reply.more
         return found
 
+    def look_up(self, names: Sequence[str], folder: str, timeout: float) -> list[pb.Buffer] | None:
+        """Return those of these buffers that exist, and one buffer in the folder; None from an older coordinator."""
+        request = pb.ListBuffersRequest(names=names, folder=folder)
+        reply: pb.ListBuffersReply = self._call("ListBuffers", request, timeout)
+        return list(reply.buffers) if reply.looked_up else None
+
     def delete_buffer(self, name: str, missing_ok: bool, timeout: float, known_id: int = 0) -> None:
         request = pb.DeleteBufferRequest(name=name, missing_ok=missing_ok, id=known_id)
         self._call("DeleteBuffer", request, timeout)

@@ -94,6 +94,7 @@ LEFT_OUT = {
     "files/test_mounted_names.py": _ELSEWHERE,
     "files/test_open_file.py": _ELSEWHERE,
     "files/test_posix.py": _ELSEWHERE,
+    "files/test_small_files.py": _ELSEWHERE,
     "ops/test_bench.py": "compares with sockets; perf/verbs.py measures verbs",
     "ops/test_cli.py": _ELSEWHERE,
     "ops/test_coordinator.py": _ELSEWHERE,

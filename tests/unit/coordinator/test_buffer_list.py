@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from smb.coordinator.beside_loop import BesideLoop
-from smb.coordinator.buffer_list import PAGE_BUFFERS, PAGES_KEPT_MAX, BufferList
+from smb.coordinator.buffer_list import PAGE_BUFFERS, PAGES_KEPT_MAX, SCANNED_MAX, BufferList
 from smb.coordinator.records import BufferRecord, SegmentRecord, SessionRecord
 from smb.coordinator.state import State
 from smb.rpc import control_pb2 as pb
@@ -143,5 +143,34 @@ def test_a_page_of_long_attributes_fits_into_a_message() -> None:
             pages.append(await lists.page(state, pages[-1].buffers[-1].name))
         assert [each.name for page in pages for each in page.buffers] == sorted(state.buffers)
         assert all(page.ByteSize() < 2 << 20 for page in pages)
+
+    asyncio.run(run())
+
+
+def test_single_names_and_one_of_a_folder_are_looked_up() -> None:
+    """As far as the caller may see them, and ready; in another thread if a folder is looked for among many."""
+
+    async def run() -> None:
+        lists, state = Lists(), state_of(10)
+        pending = replace(state.buffers["team-0/b00002"], ready=False)
+        state = replace(state, buffers={**state.buffers, pending.name: pending})
+        names = ["team-0/b00000", "team-0/b00002", "team-1/b00001", "nobody"]
+
+        async def found(who: Caller, folder: str = "", state: State = state) -> list[str]:
+            reply = await lists.list.look_up(state, NOTHING, who, names, folder)
+            assert reply.looked_up
+            assert not reply.more
+            return [each.name for each in reply.buffers]
+
+        assert await found(READER) == ["team-0/b00000", "team-1/b00001"]
+        limited = Caller(Role.READER, namespaces=frozenset({"team-1"}))
+        assert await found(limited, "team-0") == ["team-1/b00001"]
+        assert await found(READER, "team-1") == ["team-0/b00000", "team-1/b00001"]
+        assert await found(READER, "team") == ["team-0/b00000", "team-1/b00001"]
+        names.clear()
+        assert await found(READER, "team-1") == ["team-1/b00001"]
+        assert lists.made == 0
+        assert await found(READER, "team-0", state_of(SCANNED_MAX + 1)) == ["team-0/b00000"]
+        assert lists.made == 1
 
     asyncio.run(run())

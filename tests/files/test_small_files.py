@@ -1,0 +1,109 @@
+"""What a small file costs, in calls of the coordinator: each is a round trip, and the coordinator has one processor."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+
+import smb
+from smb.files.attributes import Attributes
+from smb.files.namespace import NameTree
+from smb.rpc.coordinator_client import Coordinator
+from tests.conftest import Connect
+
+FILES = 20
+DATA = np.zeros(4096, np.uint8)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """The calls of this process to the coordinator, by method."""
+    counted: Counter[str] = Counter()
+    call = Coordinator._call
+
+    def count(self: Coordinator, method: str, *arguments: Any, **options: Any) -> Any:
+        counted[method] += method not in ("RenewSession", "ListServers")  # by time, not by file
+        return call(self, method, *arguments, **options)
+
+    monkeypatch.setattr(Coordinator, "_call", count)
+    return counted
+
+
+def _made(tree: NameTree, path: str, **attributes: int) -> None:
+    """Make a file as the kernel asks for it: look, create, write, close, look."""
+    with pytest.raises(FileNotFoundError):
+        tree.status(path)
+    file = tree.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, Attributes(**attributes))
+    file.write(0, DATA)
+    file.flush()
+    file.close()
+    assert tree.status(path).nbytes == DATA.size
+
+
+def test_calls_of_a_small_file(connect: Connect, calls: Counter[str]) -> None:
+    """Made: it is looked for, made and named, with its attributes. Read: opened. Removed: deleted. Beyond these, a
+    listing a second."""
+    tree = NameTree(connect())
+    tree.make_folder("d")
+
+    def cost(of_each: dict[str, int]) -> None:
+        listed = calls.pop("ListBuffers", 0) - FILES * of_each.pop("ListBuffers", 0)
+        assert {name: count for name, count in calls.items() if count} == {
+            name: count * FILES for name, count in of_each.items()
+        }
+        assert 0 <= listed <= FILES // 2, "listings"
+        calls.clear()
+
+    calls.clear()
+    for number in range(FILES):
+        _made(tree, f"d/f{number}", mode=0o600)
+    cost({"ListBuffers": 1, "CreateBuffer": 1, "RenameBuffer": 1})
+    for number in range(FILES):
+        file = tree.open(f"d/f{number}", os.O_RDONLY)
+        assert file.read_into(0, np.empty(4096, np.uint8)) == 4096
+        file.close()
+    cost({"OpenBuffer": 1})
+    for number in range(FILES):
+        assert tree.status(f"d/f{number}").attributes.mode == 0o600
+        tree.remove(f"d/f{number}")
+    cost({"DeleteBuffer": 1})
+
+
+def test_what_another_client_has_just_made_is_found(connect: Connect) -> None:
+    """At once, by its name in any form and by its directory, although a listing is younger: it is looked for."""
+    tree, other = NameTree(connect()), connect()
+    for number in range(FILES):
+        assert tree.list("") is not None
+        with pytest.raises(FileNotFoundError):
+            tree.status(f"d{number}/w.npy")
+        other.create(f"d{number}/w", 10)
+        assert tree.status(f"d{number}").directory
+        assert tree.status(f"d{number}/w.npy").nbytes > 40
+        other.delete(f"d{number}/w")
+
+
+def test_what_is_looked_for_below_a_long_path(connect: Connect) -> None:
+    """No name of a buffer begins with it, so the coordinator cannot be asked for it alone."""
+    tree, other = NameTree(connect(), make_folders=True), NameTree(connect(), make_folders=True)
+    folder = "/".join(["d" * 200] * 3)
+    with pytest.raises(FileNotFoundError):
+        tree.status(f"{folder}/w")
+    _made(other, f"{folder}/w")
+    assert tree.status(folder).directory
+    assert tree.status(f"{folder}/w").nbytes == DATA.size
+
+
+def test_an_older_coordinator_lists_everything(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does not know the question for single names, and its first page answers it."""
+    tree, other = NameTree(connect()), connect()
+    monkeypatch.setattr("smb.files.catalogue.look_up", lambda *_: None)
+    assert tree.list("") == []
+    other.create("d/w", 10)
+    assert tree.status("d").directory
+    assert tree.status("d/w").nbytes == 40
+    with pytest.raises(smb.NotFoundError):
+        other.open("d/v")
