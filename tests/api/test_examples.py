@@ -265,6 +265,15 @@ def test_torchrun_on_two_hosts(cluster: smb.LocalCluster, connect: Connect) -> N
     assert sum(worker.samples for worker in workers) <= 10 * 1797
 
 
+@AT_NIGHT
+def test_training_data_from_buffers_beside_files() -> None:
+    """Every worker maps the rows, and both kinds of data are loaded whole, from the box and from files."""
+    mapped, rows, files = run_example("data_loading.py")
+    assert mapped == "mapped by all workers: data/images, data/labels"
+    assert float(rows.split()[-4]) > 0.2, rows
+    assert float(files.split()[-4]) > 0.2, files
+
+
 def test_every_example_is_in_the_list_of_examples() -> None:
     """The table in README.md names each file."""
     text = (EXAMPLES / "README.md").read_text()

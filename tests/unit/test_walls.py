@@ -14,8 +14,8 @@ REACH_INS_MAX = 11
 CIRCLES_MAX, CIRCLES_OF_TYPES_MAX = 0, 5
 
 ROOMS = {
-    "files", "RDMA", "dashboard", "etcd", "plan", "overlap", "demo", "integrations", "rare schemes", "bench", "doctor",
-    "hosts", "meshes", "publishing", "trainings",
+    "files", "RDMA", "dashboard", "data", "etcd", "plan", "overlap", "demo", "integrations", "rare schemes", "bench",
+    "doctor", "hosts", "meshes", "publishing", "trainings",
 }  # fmt: skip
 
 BOX = """

@@ -123,6 +123,7 @@ LEFT_OUT = {
     "ops/test_plan.py": _ELSEWHERE,
     "ops/test_prometheus.py": _ELSEWHERE,
     "ops/test_watched_leader.py": _ELSEWHERE,
+    "train/test_data.py": "maps buffers, or reads them, as tests/api/test_calls.py does over verbs",
     "train/test_time_spent.py": _TRAINING,
     "ops/test_tutorials.py": _ELSEWHERE,
     "ops/test_notebook.py": _ELSEWHERE,
