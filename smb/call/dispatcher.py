@@ -385,9 +385,20 @@ class Dispatcher:
         return future
 
     def _check_fence(self, request: Request, fence: Fence) -> None:
-        if getattr(fence, "owner", None) is not self:
+        owner = getattr(fence, "owner", None)
+        if owner is self:
+            return
+        asked = self.arguments.asked_by(request)
+        if not isinstance(owner, Dispatcher):
+            raise InvalidArgumentError(f"{asked}: fence= takes a lock that this buffer's lock() has made")
+        if owner.info.id != self.info.id:
             raise InvalidArgumentError(
-                f"{self.arguments.asked_by(request)}: fence= takes a lock that this buffer's lock() has made"
+                f"{asked}: the lock passed as fence= is of buffer {owner.info.name!r}, and a lock covers only its own "
+                f"buffer; take this buffer's lock as well, after that one, and pass it; nothing was done"
+            )
+        if owner.session is not self.session:
+            raise InvalidArgumentError(
+                f"{asked}: the lock passed as fence= is held by another client of this process; nothing was done"
             )
 
     def wait_turn(self, request: Request, deadline: Deadline, others: tuple[Dispatcher, ...] = ()) -> None:

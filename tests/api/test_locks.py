@@ -141,12 +141,15 @@ def test_a_lock_that_was_lost_is_told_on_leaving(client: smb.Client, connect: Co
             lock.release()
 
 
-def test_fences_are_of_the_buffers_own_lock(client: smb.Client) -> None:
+def test_fences_are_of_the_buffers_own_lock(client: smb.Client, connect: Connect) -> None:
     """A named lock, another buffer's, or one that is not taken is no fence."""
     w, v = client.create("w", 10, "int64"), client.create("v", 10, "int64")
     with client.lock("w") as named, v.lock() as others:
-        for lock in (named, others):
-            with pytest.raises(smb.InvalidArgumentError, match="fence"):
+        for lock, said in (
+            (named, "this buffer's lock"),
+            (others, "is of buffer 'v'.*take this buffer's lock as well"),
+        ):
+            with pytest.raises(smb.InvalidArgumentError, match=f"fence.*{said}"):
                 w.write(np.ones(10, np.int64), fence=lock)
         with pytest.raises(smb.InvalidArgumentError, match="not held"):
             w.fill(1, fence=w.lock())
@@ -155,7 +158,12 @@ def test_fences_are_of_the_buffers_own_lock(client: smb.Client) -> None:
         w.accumulate(np.ones(10, np.int64), fence=own)
         w.accumulate_from(client.create("u", like=w), fence=own)
         w.fill(5, fence=own)
-    assert (w.read() == 5).all()
+        client.open("w").accumulate(np.ones(10, np.int64), fence=own)  # the same buffer, opened once more
+        with pytest.raises(smb.InvalidArgumentError, match="another client"):
+            connect(FAR).open("w").fill(7, fence=own)
+    with pytest.raises(smb.InvalidArgumentError, match="released"):
+        client.open("w").fill(7, fence=own)
+    assert (w.read() == 6).all()
 
 
 @pytest.fixture(scope="module")
