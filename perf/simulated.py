@@ -508,7 +508,7 @@ def tables(*, quick: bool = False) -> str:
 
 
 def _shown(gain: float) -> str:
-    return f"{100 * gain:+.0f} %"
+    return f"{round(100 * gain):+d} %"
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ from perf.scaling.fleet import Fleet, ask_all, started_together
 from perf.scaling.report import Answer, Column
 from perf.training.staging_worker import FUSED, STAGED, WAYS
 
-RATE = "300mbit"
+RATE = "100mbit"
 WORKERS = (1, 4)
 ELEMENTS = 1 << 20
 STEPS = 4
