@@ -107,6 +107,8 @@ class Question:
     def __post_init__(self) -> None:
         given = {name: value for name, value in vars(self).items() if name not in ("spec", "network", "mesh")}
         check_settings(**given)
+        if self.mesh < 1:
+            raise InvalidArgumentError(f"mesh must be at least 1, not {self.mesh}")
 
     def scheme(self, name: str) -> Scheme:
         """Return the scheme of that name, with those of these settings that it has."""
@@ -297,7 +299,7 @@ def rows(question: Question, workers: int, schemes: tuple[str, ...] = SCHEMES) -
         traits = ALL_SCHEMES[scheme].TRAITS
         if traits.plans_overlap and question.spec.by_layer:
             found += _overlapped(question, scheme, workers, parts)
-            if traits.way == ROUNDS and question.spec.inputs:
+            if traits.way == ROUNDS and question.spec.inputs and question.mesh == 1:
                 found += _as_meshes(question, scheme, workers)
     return found
 
@@ -330,7 +332,7 @@ def _overlapped(question: Question, scheme: str, workers: int, parts: defaultdic
     batch = question.batch_of(workers)
     layers = question.spec.layers_at(batch)
     if question.mesh > 1:
-        layers = layers_of_rank(question.spec, batch, question.mesh, of.together, of.own, call_s)
+        layers = layers_of_rank(question.spec, batch, question.mesh, rate, of.own, call_s)
     # The calls that carry parameters are part of the channel.
     calls = parts[CALLING] - (1 if fused else 2) * call_s
     rest = calls + parts[COMBINING]

@@ -14,6 +14,7 @@ from perf import model as scaling
 from perf.training.predicted import predicted_s, question
 from smb.errors import InvalidArgumentError
 from smb.tools.plan import network
+from smb.tools.plan.mesh import layers_of_rank
 from smb.tools.plan.model import (
     CALLING,
     CLIENT,
@@ -161,6 +162,26 @@ def test_a_mesh_by_hand() -> None:
             rows(asked, workers, (scheme,))
 
 
+def test_a_rank_hides_what_it_moves() -> None:
+    """For the planner a layer takes as long as its bytes to servers and to ranks, and waits for activations."""
+    first, second = layers_of_rank(CONNECTED, 100, 2, 25e6, 100e6, 0.01)
+    assert first.nbytes / 25e6 == pytest.approx(2e6 / 25e6 + 2e6 / 100e6)
+    assert second.nbytes == 4 * MB
+    assert (first.forward_s, first.backward_s) == (pytest.approx(1.0), pytest.approx(2.0))
+    waits_s = 100 * 1000 * 4 / 100e6 + 0.01
+    assert (second.forward_s, second.backward_s) == (pytest.approx(2.0 + waits_s), pytest.approx(4.0 + waits_s))
+    # On the workers' own hosts a share of the servers' bytes crosses no link, but all of the ranks' do.
+    asked = Question(CONNECTED, NETWORK, servers=None, batch=100, mesh=2)
+    found = {row.overlap: row for row in rows(asked, 4, ("bsp",))}
+    parts = parts_s(asked, "bsp", 4)
+    assert parts[OWN_LINK] == pytest.approx(2 * 0.75 * 6e6 / 100e6 + 2 * 2e6 / 100e6)
+    assert found["none"].iteration_s == pytest.approx(sum(parts.values()))
+    # Nothing hides the first layer's own push, nor its pull.
+    first_s = (0.75 * 2e6 + 2e6) / 100e6
+    exposed_s = found["both"].iteration_s - parts[COMPUTING] - parts[RANKS] - parts[COMBINING]
+    assert exposed_s == pytest.approx(2 * first_s, rel=1e-3)
+
+
 def test_meshes_are_rows_of_their_own() -> None:
     """Of bsp, where layers are fully connected: as many ranks as are fastest, never more members than before."""
     asked = Question(CONNECTED, NETWORK, servers=8)
@@ -279,7 +300,7 @@ def test_advice() -> None:
 
 def test_questions_that_are_refused() -> None:
     bad: tuple[dict[str, Any], ...] = (
-        *({"servers": 0}, {"every": 0}, {"batch": 0}, {"wire": "int3"}, {"batch": 1, "global_batch": 2}),
+        *({"servers": 0}, {"every": 0}, {"batch": 0}, {"wire": "int3"}, {"batch": 1, "global_batch": 2}, {"mesh": 0}),
         *({"every": 4, "fragments": 5}, {"every": 8, "fragments": 2, "delay": 4}, {"step_wire": "int3"}),
     )
     for each in bad:
