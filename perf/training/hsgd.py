@@ -21,7 +21,7 @@ from perf.scaling.fleet import ROOT, Process, ask_all, started_together
 from perf.scaling.report import Answer, Column
 
 CONTROL, FAR, HOSTS = "control", "far", ("host0", "host1")
-RATE = "200mbit"
+RATE = "50mbit"
 WORKERS = (2, 4)  # of each host
 ELEMENTS, STEPS = 1_000_000, 10
 COMPUTING_S = 0.05
