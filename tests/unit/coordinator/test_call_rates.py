@@ -184,8 +184,7 @@ def test_a_timer_lets_waiting_calls_begin(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_thread_is_busy_while_it_works(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The time in which it waits for a processor counts, too, if the kernel says it; time in which it sleeps does
-    not."""
+    """The time in which it waits for a processor counts, too, if the kernel says it."""
     for path in (call_rates._SCHEDSTAT, tmp_path / "none"):
         monkeypatch.setattr(call_rates, "_SCHEDSTAT", path)
         begun, before, worked_s = time.monotonic(), busy_s(), time.thread_time()
