@@ -7,6 +7,7 @@ import re
 import socket
 import subprocess
 import sys
+from collections.abc import Collection
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -23,8 +24,8 @@ def edited(script: str, diff: str) -> str:
     return script
 
 
-def follow(page: str, directory: Path) -> str:
-    """Run all commands of a page but its installation, and return what they print.
+def follow(page: str, directory: Path, without: Collection[str] = ()) -> str:
+    """Run all commands of a page but its installation and the blocks with one of these tags. Return what they print.
 
     They run in order, in one shell in `directory` that stops at the first failure, with free ports in place of 7070 and
     9470. A block of Python is saved under the name that it has, and a diff changes the file of its name. No process
@@ -39,7 +40,7 @@ def follow(page: str, directory: Path) -> str:
             (directory / tag).write_text(text)
         elif language == "diff":
             (directory / tag).write_text(edited((directory / tag).read_text(), text))
-        elif language == "sh" and tag != "install":
+        elif language == "sh" and tag not in ("install", *without):
             script.append(re.sub("7070|9470", lambda found: ports[found[0]], text))
     environment = {key: value for key, value in os.environ.items() if not key.startswith("SMB_")}
     # Without OMP_NUM_THREADS PyTorch's threads make small steps many times as expensive on a busy machine.
