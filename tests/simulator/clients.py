@@ -15,11 +15,9 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from smb.rpc import control_pb2 as pb
-from smb.rpc.control_pb2_grpc import CoordinatorStub
 from smb.rpc.trailers import ANSWERED, OUTCOME, STANDBY, trailers_of
 from tests.simulator.engine import BUSY, NOT_FOUND, OK
 from tests.simulator.loop import Process
-from tests.simulator.network import Channel
 
 if TYPE_CHECKING:
     from tests.simulator.truth import Part
@@ -115,9 +113,8 @@ class Client:
         last: grpc.aio.AioRpcError | None = None
         while now() < end:
             address = self._addresses[self._at]
-            stub = CoordinatorStub(Channel(self.world.network, address))  # type: ignore[no-untyped-call]
             try:
-                return await getattr(stub, method)(request, timeout=min(ANSWER_S, end - now()))
+                return await getattr(self.world.stub(address), method)(request, timeout=min(ANSWER_S, end - now()))
             except grpc.aio.AioRpcError as error:
                 last, trailers = error, trailers_of(error)
                 answered = ANSWERED in trailers

@@ -20,10 +20,10 @@ from memserver.stamps import ServerStamp, Stamps
 from memserver.usage_by_client import Names
 from smb.errors import Error
 from smb.rpc import control_pb2 as pb
-from smb.rpc.control_pb2_grpc import CoordinatorStub, MemoryServerServicer, add_MemoryServerServicer_to_server
+from smb.rpc.control_pb2_grpc import MemoryServerServicer, add_MemoryServerServicer_to_server
 from tests.simulator.engine import Engine, Host
 from tests.simulator.loop import Process
-from tests.simulator.network import Channel, RefusedError
+from tests.simulator.network import RefusedError
 
 if TYPE_CHECKING:
     from tests.simulator.world import World
@@ -194,7 +194,7 @@ class Server:
         try:
             call = next(turn)
             while True:
-                stub = CoordinatorStub(Channel(self.world.network, self.registrant.coordinator))  # type: ignore[no-untyped-call]
+                stub = self.world.stub(self.registrant.coordinator)
                 try:
                     reply = await getattr(stub, call.method)(call.request, **call.options)
                 except grpc.RpcError as error:

@@ -142,6 +142,7 @@ class World:
         self.held_since: float | None = None  # since when lost copies are not made anew, for maintenance
         self._alone_since: dict[int, float] = {}
         self._ghosts_since: dict[tuple[str, int], float] = {}
+        self._stubs: dict[str, Any] = {}  # by address
         self.strikes: list[Callable[[str, str, str], bool]] = []  # are asked about each message; true: they are over
         self._awaited: list[tuple[str, asyncio.Future[None]]] = []  # kinds of events, and who waits for them
 
@@ -484,6 +485,12 @@ class World:
         for client in self.clients:
             client.forget(since)
 
+    def stub(self, address: str) -> Any:
+        """Return what makes calls of the coordinator there. It is kept: making one takes longer than a call."""
+        if address not in self._stubs:
+            self._stubs[address] = CoordinatorStub(Channel(self.network, address))  # type: ignore[no-untyped-call]
+        return self._stubs[address]
+
     # ---- operators
 
     async def operate(self, method: str, request: Any) -> Any:
@@ -491,9 +498,8 @@ class World:
         name = self.leader_name()
         if not name:
             return None
-        stub = CoordinatorStub(Channel(self.network, f"{name}:{PORT}"))  # type: ignore[no-untyped-call]
         try:
-            return await getattr(stub, method)(request, timeout=5.0)
+            return await getattr(self.stub(f"{name}:{PORT}"), method)(request, timeout=5.0)
         except grpc.aio.AioRpcError as error:
             self.say(f"{method}: {error.details()}")
             return None
@@ -659,11 +665,13 @@ def run(plan: Plan, tell: Callable[[str], None] | None = None) -> Outcome:
     """Run a plan in a world of its own."""
     before, sys.unraisablehook = sys.unraisablehook, lambda _: None  # coroutines of dead processes are closed
     gc.disable()
+    gc.freeze()  # what there is already need not be looked through once the world has ended
     try:
         return World(plan, tell).run()
     finally:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)  # and some of them never began
             gc.collect()
+        gc.unfreeze()
         gc.enable()
         sys.unraisablehook = before
