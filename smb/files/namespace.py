@@ -23,6 +23,7 @@ from dataclasses import replace
 import numpy as np
 
 from smb.buffer import Buffer
+from smb.buffer_info import BufferInfo
 from smb.client import Client
 from smb.errors import Error, NotFoundError, PermissionDeniedError
 from smb.files.attributes import NONE, Attributes, FileKind, decode
@@ -125,7 +126,7 @@ class NameTree:
         attributes, created = decode(info.file_attributes), round(1e9 * info.created)
         modified = self._modified.get(info.id) or _or(attributes.modified, created)
         changed = max(created, self._modified.get(info.id, 0), attributes.changed or 0)
-        if attributes.link and not _is_link(found):
+        if attributes.link and not _is_link(info):
             attributes = replace(attributes, link=False)
         return FileStatus(
             found.view.nbytes, modified, version=found.shown.version, attributes=attributes, changed=changed
@@ -154,7 +155,7 @@ class NameTree:
             if place is not None and place.generation == LATEST and not place.file:
                 return str(self._generations.number(place))
             found = self._look(path)
-            if found is None or not decode(found.info.file_attributes).link or not _is_link(found):
+            if found is None or not _is_link(found.info):
                 return None
             target = np.empty(found.view.nbytes, np.uint8)
             Live(self._catalogue.known(found.info), found.view).read_into(0, target)
@@ -181,7 +182,7 @@ class NameTree:
                 continue
             here = f"{done}/{part}" if done else part
             info = self._catalogue.listing().infos.get(here)
-            target = self.link(here) if info is not None and decode(info.file_attributes).link else None
+            target = self.link(here) if info is not None and _is_link(info) else None
             if target is None:
                 done = here
                 continue
@@ -219,8 +220,7 @@ class NameTree:
                     continue
                 if self._generations.is_state(info):
                     shown[last] = FileKind.FOLDER
-                link = bool(info.file_attributes) and decode(info.file_attributes).link
-                kind = FileKind.LINK if link else FileKind.FILE
+                kind = FileKind.LINK if _is_link(info) else FileKind.FILE
                 shown[self._maker.listed(start + last, info, infos, own)[len(start) :]] = kind
             for staged in staged_files:
                 if parent_of(staged) == path:
@@ -1012,7 +1012,7 @@ def _or(value: int | None, usual: int) -> int:
     return usual if value is None else value
 
 
-def _is_link(found: FoundForm) -> bool:
-    """Return True if a buffer's bytes can be the target of a symbolic link."""
-    info = found.info
-    return info.versions == 1 and info.dtype == np.uint8 and 0 < found.view.nbytes <= _TARGET_BYTES_MAX
+def _is_link(info: BufferInfo) -> bool:
+    """Return True for a symbolic link, whose buffer's bytes can be a target."""
+    fits = info.versions == 1 and info.dtype == np.uint8 and 0 < info.nbytes <= _TARGET_BYTES_MAX
+    return bool(info.file_attributes) and fits and decode(info.file_attributes).link

@@ -158,6 +158,7 @@ def test_a_buffer_that_only_says_that_it_is_a_link_is_a_file(
     for path in (files / "b0", files / "b1.npy"):
         assert stat.S_ISREG(shown(path).lstat().st_mode)
         refused(errno.EINVAL, path.readlink)
+    assert not any(entry.is_symlink() for entry in os.scandir(files))
 
 
 # ---- rights, owners, times
