@@ -10,7 +10,7 @@ import errno
 import json
 from base64 import b64decode, b64encode
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import lru_cache
 from typing import Any
@@ -59,9 +59,17 @@ class Attributes:
         if len(text) > FILE_ATTRIBUTES_BYTES_MAX:
             raise refuse(
                 errno.ENOSPC,
-                f"a file may have {FILE_ATTRIBUTES_BYTES_MAX} bytes of attributes as text at most, not {len(text)}",
+                f"a file may have {FILE_ATTRIBUTES_BYTES_MAX} bytes of attributes as text at most, with all times, not "
+                f"{len(text)}",
             )
         return text
+
+    def check(self) -> None:
+        """Raise OSError ENOSPC unless the text has room, also for any rights, owner and times that follow."""
+        longest = -_TIME_MAX
+        replace(
+            self, mode=0o7777, owner=(_ID_MAX, _ID_MAX), modified=longest, accessed=longest, changed=longest
+        ).encode()
 
 
 NONE = Attributes()

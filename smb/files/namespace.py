@@ -717,7 +717,9 @@ class NameTree:
         """
 
         def changed(kept: Attributes) -> Attributes:
-            return replace(change(kept), changed=time.time_ns())
+            wanted = replace(change(kept), changed=time.time_ns())
+            wanted.check()  # here, since closing a staged file that has too many would lose its bytes
+            return wanted
 
         with self._call():
             self._refuse_generation(path)
@@ -837,13 +839,14 @@ class NameTree:
                 if found is not None and (buffer.info.id, staged.nbytes) == (found.info.id, found.view.nbytes):
                     live = Live(buffer, found.view)
             if live is None or not staged.nbytes or not live.takes(staged):
+                node.attributes = replace(node.attributes, changed=None)  # the creation is later
+                text = node.attributes.encode()  # may raise: before the buffer is made
                 spec = self._maker.spec(node.path, staged)
                 buffer = self._maker.filled(staged, spec, found.info if found is not None else None)
                 if node.removed:  # in the meantime
                     self.client.delete(buffer.name, missing_ok=True)
                     return
-                node.attributes = replace(node.attributes, changed=None)  # the creation is later
-                live = self._maker.named(buffer, spec, found, None, node.attributes.encode())
+                live = self._maker.named(buffer, spec, found, None, text)
             else:
                 assert found is not None, "live is what was found"
                 if live.buffer.versions == 1:

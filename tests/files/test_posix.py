@@ -310,6 +310,26 @@ def test_extended_attributes(files: Path, mounts: list[Path]) -> None:
     assert set(os.listxattr(files / "v")) == {"user.empty"} | of_buffers
 
 
+def test_a_new_file_refuses_what_would_not_be_stored(files: Path, client: smb.Client) -> None:
+    """When it is set: closing the file could only lose its bytes then. What is taken leaves room for times."""
+    with (files / "new").open("xb") as file:
+        file.write(b"bytes")
+        refused(errno.ENOSPC, lambda: os.setxattr(file.fileno(), "user.large", bytes(5000)))
+        most = 3000
+        with pytest.raises(OSError, match="Errno 28"):
+            for most in range(2700, 3100):
+                os.setxattr(file.fileno(), "user.k", bytes(most))
+    assert (files / "new").read_bytes() == b"bytes"
+    with (files / "new").open("r+b") as file:
+        file.write(b"BYTES")
+    (files / "new").write_bytes(b"other")  # into the same buffer, whose time is stored then
+    (files / "new").write_bytes(b"longer than before")
+    os.utime(files / "new", ns=(-(1 << 62), PAST_NS))
+    (files / "new").chmod(0o4600)
+    assert len(os.getxattr(files / "new", "user.k")) == most - 1
+    assert [info.name for info in client.list() if ".smb-files" in info.name] == []
+
+
 # ---- kinds of files, holes, room
 
 

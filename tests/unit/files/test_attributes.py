@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from dataclasses import replace
 
 import pytest
 
@@ -34,6 +35,14 @@ def test_too_many_are_refused() -> None:
     with pytest.raises(OSError, match="4096 bytes of attributes") as caught:
         Attributes(extended={"a": bytes(BYTES_MAX)}).encode()
     assert caught.value.errno == errno.ENOSPC
+    with pytest.raises(OSError, match="4096 bytes of attributes"):
+        most.check()  # no room for times
+
+
+def test_what_is_taken_has_room_for_all_else() -> None:
+    taken = Attributes(extended={"a": bytes(2800)})
+    taken.check()
+    replace(taken, mode=0o4755, owner=(1 << 31, 7), modified=-(1 << 63), accessed=1 << 63, changed=1 << 63).encode()
 
 
 @pytest.mark.parametrize(
