@@ -75,6 +75,20 @@ class Attributes:
 NONE = Attributes()
 
 
+def merged(stored: Attributes, before: Attributes, wanted: Attributes) -> Attributes:
+    """Return what is stored now with what `wanted` changes in `before`, but not its times of change."""
+    changes: dict[str, Any] = {
+        name: getattr(wanted, name)
+        for name in ("mode", "owner", "accessed")
+        if getattr(wanted, name) != getattr(before, name)
+    }
+    extended = {
+        name: value for name, value in stored.extended.items() if name not in before.extended or name in wanted.extended
+    }
+    extended |= {name: value for name, value in wanted.extended.items() if before.extended.get(name) != value}
+    return replace(stored, **changes, extended=extended)
+
+
 @lru_cache(maxsize=4096)
 def decode(text: bytes) -> Attributes:
     """Return the attributes that a text has."""

@@ -236,6 +236,13 @@ class Catalogue:
         info = self._listing.infos.get(path)
         return decode((info if info is not None and info.id == buffer.info.id else buffer.info).file_attributes)
 
+    def attributes_now(self, buffer: Buffer) -> Attributes:
+        """Return the attributes of a file's buffer that the coordinator has now. Raises NotFoundError."""
+        found = self._client.open(buffer.name)
+        if found.info.id != buffer.info.id:
+            raise NotFoundError(f"{buffer.name!r} is another buffer by now")
+        return decode(found.info.file_attributes)
+
     def is_current(self, path: str, buffer_id: int) -> bool:
         """Return True if the buffer at that path is still this one."""
         try:

@@ -54,6 +54,7 @@ class FileNode:
         self.content = content
         self.modified = modified
         self.attributes = attributes  # of a file that is in the cluster: as stored there
+        self.stored = attributes  # what the cluster had when this process last read or stored them
         self.since = 0  # time of its last change before it was opened; 0 for a new file
         self.stale = False  # the time of change that is stored in the cluster was set before the last write
         self.written = 0  # time of the last write, 0 if there was none since it was opened
@@ -72,8 +73,10 @@ class FileNode:
             self.stale = True
             self.attributes = replace(self.attributes, modified=None)
 
-    def describe(self, attributes: Attributes) -> None:
-        """Note attributes that were set."""
+    def describe(self, attributes: Attributes, *, stored: bool = False) -> None:
+        """Note attributes that were set; with `stored`, also in the cluster."""
+        if stored:
+            self.stored = attributes
         if attributes.modified is not None:
             self.modified = attributes.modified
             self.stale = False

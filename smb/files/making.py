@@ -21,7 +21,6 @@ from smb.buffer_info import BufferInfo
 from smb.client import Client
 from smb.errors import Error, NotFoundError, OutOfMemoryError
 from smb.files import formats
-from smb.files.attributes import decode
 from smb.files.catalogue import Catalogue, Listing
 from smb.files.contents import FrozenFile, Live, Octets, Reads
 from smb.files.error_codes import refuse
@@ -255,8 +254,8 @@ class Maker:
 
         The new path changes in one step, the old one in a second step. Returns None without room for two buffers.
         """
-        source = found.info
-        kept = decode(source.file_attributes)
+        source, opened = found.info, self._catalogue.open(found.shown.name)
+        kept = self._catalogue.attributes(found.shown.name, opened)  # with what others set until now
         if kept.modified is None:  # the new buffer has another time of creation
             kept = replace(kept, modified=self._modified.get(source.id) or round(1e9 * source.created))
         attributes = kept.encode()
@@ -265,7 +264,6 @@ class Maker:
         else:
             if copied is not None:
                 self._client.delete(copied.name, missing_ok=True)
-            opened = self._catalogue.open(found.shown.name)
             source = replace(source, id=opened.info.id)  # by now it may be another buffer
             try:
                 buffer = self.filled(Live(opened, found.view), spec, found.info)

@@ -26,7 +26,7 @@ from smb.buffer import Buffer
 from smb.buffer_info import BufferInfo
 from smb.client import Client
 from smb.errors import Error, NotFoundError, PermissionDeniedError
-from smb.files.attributes import NONE, Attributes, FileKind, decode
+from smb.files.attributes import NONE, Attributes, FileKind, decode, merged
 from smb.files.catalogue import Catalogue
 from smb.files.contents import Frozen, FrozenFile, Live, Octets
 from smb.files.error_codes import as_os_errors, refuse
@@ -735,13 +735,17 @@ class NameTree:
                 found = self._found(path)
                 if found.shown.version is not None:
                     raise refuse(errno.EACCES, f"{path!r} is one version of a buffer: set the attributes of the buffer")
+                self._catalogue.open(found.shown.name)  # the listing has what others set until now
+                found = self._found(path)
                 kept = decode(found.info.file_attributes)
+                if node is not None and node.stale:
+                    kept = replace(kept, modified=node.modified)
                 attributes = changed(kept)
                 self._maker.describe(found, attributes.encode())
                 if attributes.modified != kept.modified:
                     self._modified.pop(found.info.id, None)
                 if node is not None:
-                    node.describe(attributes)
+                    node.describe(attributes, stored=True)
 
     def _refuse_generation(self, path: str) -> None:
         place = self._generations.at(path)
@@ -832,15 +836,21 @@ class NameTree:
             # Ending a hidden file takes the tree's lock, which comes before the node's.
             found = self._look(node.path) if node.path not in self._hidden else None
             live = None
-            if found is not None and found.view.nbytes == staged.nbytes:
-                buffer = self._catalogue.open(found.shown.name)
-                if buffer.info.id != found.info.id:  # another client has put it there since the listing
-                    found = self._look(node.path)
+            if found is not None:
+                with suppress(NotFoundError):  # another client has deleted it since the listing
+                    buffer = self._catalogue.open(found.shown.name)
+                found = self._look(node.path)  # with the attributes that others have set until now
                 if found is not None and (buffer.info.id, staged.nbytes) == (found.info.id, found.view.nbytes):
                     live = Live(buffer, found.view)
+            attributes = node.attributes
+            if found is not None:
+                there = decode(found.info.file_attributes)
+                changed = max(there.changed or 0, attributes.changed or 0) or None
+                kept = merged(there, node.stored, attributes)
+                attributes = replace(kept, modified=attributes.modified, changed=changed, link=False)
             if live is None or not staged.nbytes or not live.takes(staged):
-                node.attributes = replace(node.attributes, changed=None)  # the creation is later
-                text = node.attributes.encode()  # may raise: before the buffer is made
+                attributes = replace(attributes, changed=None)  # the creation is later
+                text = attributes.encode()  # may raise: before the buffer is made
                 spec = self._maker.spec(node.path, staged)
                 buffer = self._maker.filled(staged, spec, found.info if found is not None else None)
                 if node.removed:  # in the meantime
@@ -849,13 +859,15 @@ class NameTree:
                 live = self._maker.named(buffer, spec, found, None, text)
             else:
                 assert found is not None, "live is what was found"
+                if live.buffer.versions == 1 and attributes.modified is None:  # others see no other time of this change
+                    attributes = replace(attributes, modified=node.modified)
+                text = attributes.encode()  # may raise: before the bytes change
                 if live.buffer.versions == 1:
                     copy_all(staged, live)
-                    if node.attributes.modified is None:  # others see no other time of this change
-                        node.attributes = replace(node.attributes, modified=node.modified)
                 else:
                     live.publish(staged)
-                self._maker.describe(found, node.attributes.encode())
+                self._maker.describe(found, text)
+            node.attributes = node.stored = attributes
             if live.buffer.versions == 1:
                 node.content = live
             node.changed = node.stale = False
@@ -866,8 +878,10 @@ class NameTree:
 
     def _store_time(self, node: FileNode, live: Live) -> None:
         """Store the time of writes in place, for a file whose time was set before: others would go on to see that."""
-        node.attributes, node.stale = replace(node.attributes, modified=node.modified), False
+        node.stale = False
         try:
+            kept = self._catalogue.attributes_now(live.buffer)
+            node.attributes = node.stored = replace(kept, modified=node.modified)
             self._maker.describe_buffer(live.buffer, node.attributes.encode())
         except (Error, OSError) as error:  # the bytes are there in any case
             _log.warning("the time of change of %s was not stored: %s", node.path, error)

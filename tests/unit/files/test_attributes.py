@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from smb.config.limits import FILE_ATTRIBUTES_BYTES_MAX as BYTES_MAX
-from smb.files.attributes import NONE, Attributes, decode
+from smb.files.attributes import NONE, Attributes, decode, merged
 
 
 @pytest.mark.parametrize(
@@ -56,3 +56,14 @@ def test_what_is_taken_has_room_for_all_else() -> None:
 )  # fmt: skip
 def test_anything_else_counts_as_missing(text: bytes) -> None:
     assert decode(text) == NONE
+
+
+def test_changes_are_merged_into_what_is_stored_now() -> None:
+    """Only what was changed here is taken; the rest, also what others removed, is as stored. Times stay the stored."""
+    before = Attributes(0o644, (1, 2), 10, 11, 12, extended={"a": b"1", "b": b"1", "c": b"1", "d": b"1"})
+    stored = Attributes(0o600, None, 20, 21, 22, extended={"a": b"2", "b": b"1", "c": b"2", "e": b"1"})
+    assert merged(stored, before, before) == stored
+    wanted = Attributes(0o640, (1, 2), 30, 31, 32, extended={"a": b"1", "b": b"3", "d": b"1", "f": b"1"})
+    assert merged(stored, before, wanted) == Attributes(
+        0o640, None, 20, 31, 22, extended={"a": b"2", "b": b"3", "e": b"1", "f": b"1"}
+    )
