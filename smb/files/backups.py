@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from base64 import b64decode, b64encode
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
@@ -20,7 +21,12 @@ from typing import Any
 from smb.buffer import Buffer
 from smb.buffer_info import BufferInfo
 from smb.client import Client
-from smb.config.limits import BACKUP_MANIFEST_BYTES_MAX, BACKUP_MANIFEST_PARTS_MAX, NAME_CHARACTERS_MAX
+from smb.config.limits import (
+    BACKUP_MANIFEST_BYTES_MAX,
+    BACKUP_MANIFEST_PARTS_MAX,
+    FILE_ATTRIBUTES_BYTES_MAX,
+    NAME_CHARACTERS_MAX,
+)
 from smb.config.untrusted import count_parts, parse_json, quoted, read_file, shortened
 from smb.errors import (
     AlreadyExistsError,
@@ -47,7 +53,7 @@ Owned = Callable[[Collection[str]], Collection[str]]  # which of these names of 
 @dataclass(frozen=True, slots=True)
 class Entry:
     """One buffer of a backup, or (`kind` training) one training. An empty `file`: it was never published. `state_of`:
-    the buffer with which it moves together, which is an earlier entry.
+    the buffer with which it moves together, which is an earlier entry. `file_attributes`: those of its file, in base64.
     """
 
     name: str
@@ -62,6 +68,14 @@ class Entry:
     stripe_bytes: int = 0
     state_of: str = ""
     metadata: dict[str, Any] = field(default_factory=dict)
+    file_attributes: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return its fields as the manifest has them: an empty one that earlier releases do not know is left out."""
+        fields = asdict(self)
+        if not self.file_attributes:
+            del fields["file_attributes"]
+        return fields
 
 
 def kept(client: Client) -> list[BufferInfo]:
@@ -126,7 +140,7 @@ class Backup:
                 left.unlink()
             self._part.rmdir()
             return
-        text = {"format": FORMAT, "buffers": [asdict(entry) for entry in self.entries], "missing": self.missing}
+        text = {"format": FORMAT, "buffers": [entry.to_json() for entry in self.entries], "missing": self.missing}
         with copying.own_file(self._part / MANIFEST, anew=True) as file:
             file.write(json.dumps(text, indent=1).encode())
             file.flush()
@@ -222,7 +236,7 @@ class Backup:
 
     def _append(self, entry: Entry) -> None:
         """Raises Error if no restore could read the manifest then. Half of its bounds is for what is missing."""
-        text = json.dumps(asdict(entry), indent=1)
+        text = json.dumps(entry.to_json(), indent=1)
         size = [self._text[0] + len(text) + 8 * text.count("\n"), self._text[1] + count_parts(text)]
         if size[0] > BACKUP_MANIFEST_BYTES_MAX // 2 or size[1] > BACKUP_MANIFEST_PARTS_MAX // 2:
             raise Error(f"the metadata of all buffers together is too large for one {MANIFEST}")
@@ -258,7 +272,7 @@ class Backup:
             Entry(
                 buffer.name, file.name if stored else "", "buffer", buffer.shape, buffer.dtype.name, buffer.versions,
                 generation, info.replicas, info.wire, info.layout.stripe_bytes,
-                first if first in self._saved else "", buffer.metadata,
+                first if first in self._saved else "", buffer.metadata, b64encode(info.file_attributes).decode(),
             )
         )  # fmt: skip
         self._say(f"{buffer.name}: generation {generation}" if generation else buffer.name)
@@ -322,7 +336,7 @@ def read_manifest(directory: Path) -> tuple[list[Entry], dict[str, str]]:
 
 def _check_entry(entry: Entry, before: Mapping[str, Entry]) -> None:
     """Raise ValueError for an entry that no backup has after those before."""
-    texts = (entry.name, entry.file, entry.kind, entry.dtype, entry.wire, entry.state_of)
+    texts = (entry.name, entry.file, entry.kind, entry.dtype, entry.wire, entry.state_of, entry.file_attributes)
     numbers = (*entry.shape, entry.versions, entry.generation, entry.replicas, entry.stripe_bytes)
     if not all(isinstance(each, str) for each in texts) or not isinstance(entry.metadata, dict):
         raise ValueError(f"the entry {quoted(entry.name)} has something else where a text or metadata belong")
@@ -340,6 +354,8 @@ def _check_entry(entry: Entry, before: Mapping[str, Entry]) -> None:
         or {".", ".."} & set(entry.name.split("/"))
     ):
         raise ValueError(f"{quoted(entry.name)} cannot name a buffer")
+    if len(b64decode(entry.file_attributes, validate=True)) > FILE_ATTRIBUTES_BYTES_MAX:
+        raise ValueError(f"the entry {quoted(entry.name)} has more attributes than a file may have")
     if entry.name in before:
         raise ValueError(f"the name {quoted(entry.name)} occurs twice")
     if entry.state_of and (entry.state_of not in before or before[entry.state_of].kind != "buffer"):
@@ -397,9 +413,10 @@ def restore(
                 copying.write_from(directory / entry.file, buffer, entry.generation)
             say(entry.name)
         check_free(client, entries, replace=replace, owned=owned)  # others may have made buffers meanwhile
-        for name in list(made):
-            client.rename(made[name], name, replace=replace)
-            del made[name]
+        for entry in entries:
+            attributes = b64decode(entry.file_attributes)
+            copying.give_name(client, made[entry.name], entry.name, replace=replace, attributes=attributes)
+            del made[entry.name]
     finally:
         for left in made.values():
             sweep(client, left)

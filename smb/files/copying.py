@@ -9,6 +9,7 @@ against it. A restore in progress has a progress file of its own (checksums.py).
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import logging
 import os
@@ -38,12 +39,13 @@ from smb.errors import (
     PermissionDeniedError,
     UnavailableError,
 )
+from smb.files.attributes import decode
 from smb.files.checksums import BLOCK_BYTES, RestoreProgress, Sums, state_of
 from smb.files.contents import Live, Octets, Reads
 from smb.files.formats import FileSpec, FileView, header_bytes, spec_of, view_of
 from smb.files.names import Form
 from smb.files.temporary_names import create, private_name, sweep
-from smb.spi import LOST, crc32c, memory_of, versions_of
+from smb.spi import LOST, crc32c, memory_of, note_name, rename_file, versions_of
 
 _PIN_S = 30.0
 _TURN_S = 10.0  # a publisher's turn, which is renewed
@@ -115,10 +117,10 @@ def restore(
     """Make a buffer from a file: an array from .npy, named tensors from .safetensors, else bytes; return the buffer.
 
     The buffer gets its name when all data is in it. With `replace` it takes the place of an existing buffer in the same
-    step, and has as many copies as that one, unless `replicas` is given (default 1). If there is a FILE.crc32c, the
-    data is checked against it. Raises AlreadyExistsError, OutOfMemoryError, Error for a wrong checksum; nothing is left
-    behind then. A call after an interruption (a signal, servers away) continues where the first one stopped, if the
-    file is unchanged. It starts again if FILE's directory cannot be written to.
+    step. It keeps the rights of that one's file, and has as many copies, unless `replicas` is given (default 1). If
+    there is a FILE.crc32c, the data is checked against it. Raises AlreadyExistsError, OutOfMemoryError, Error for a
+    wrong checksum; nothing is left behind then. A call after an interruption (a signal, servers away) continues where
+    the first one stopped, if the file is unchanged. It starts again if FILE's directory cannot be written to.
     """
     with LocalFile(path) as source:
         sums = _sums_beside(path)
@@ -132,7 +134,8 @@ def restore(
         # With the host: the same path on another host is another file, whose restore may be in progress.
         with state_of(path, f"{socket.gethostname()} {client.address} {name}") as state:
             if state is None:
-                return _into_buffer(client, checked, spec, name, replace, replicas, progress)
+                rights = _rights_there(client, name, replace)
+                return _into_buffer(client, checked, spec, name, replace, replicas, progress, attributes=rights)
             return _restored(client, checked, spec, name, replace, replicas, progress, state)
 
 
@@ -140,7 +143,8 @@ def copy_buffer(
     source: Client, name: str, target: Client, new_name: str, *, replace: bool = False, replicas: int | None = None,
     progress: Progress = lambda *_: None,
 ) -> Buffer:  # fmt: skip
-    """Copy a buffer under another name, with its dtype, shape, tensors and metadata; return the new buffer.
+    """Copy a buffer under another name, with its dtype, shape, tensors, metadata and its file's attributes; return the
+    new buffer.
 
     The copy has `replicas` copies; by default as many as the buffer, or as the buffer that it replaces if that has
     more. Within a cluster the servers do the copying if they can; otherwise the bytes pass through this process. Each
@@ -148,7 +152,7 @@ def copy_buffer(
     """
     buffer = source.open(name)
     view = _raw(buffer)
-    least = buffer.info.replicas
+    least, attributes = buffer.info.replicas, buffer.info.file_attributes
     copies = _copies(target, new_name, replace, replicas, least)
     if source is target and buffer.versions == 1:
         try:
@@ -160,12 +164,14 @@ def copy_buffer(
                 "copy of %r: the servers cannot copy it, so its bytes pass through this process (%s)", name, error
             )
         else:
-            return _named(target, made, new_name, replace)
+            return _named(target, made, new_name, replace, attributes)
     spec = FileSpec(new_name, view, buffer.dtype.name, buffer.shape, metadata=buffer.metadata)
     if buffer.versions == 1:
-        return _into_buffer(target, Live(buffer, view), spec, new_name, replace, replicas, progress, least)
+        live = Live(buffer, view)
+        return _into_buffer(target, live, spec, new_name, replace, replicas, progress, least, attributes)
     with buffer.pin(ttl=_PIN_S) as pin:
-        return _into_buffer(target, _Pinned(pin, buffer, view), spec, new_name, replace, replicas, progress, least)
+        pinned = _Pinned(pin, buffer, view)
+        return _into_buffer(target, pinned, spec, new_name, replace, replicas, progress, least, attributes)
 
 
 # ---- sources
@@ -447,14 +453,14 @@ def _made(client: Client, spec: FileSpec, wanted: str, copies: int, asked: int |
 
 def _into_buffer(
     client: Client, source: Reads, spec: FileSpec, name: str, replace: bool, replicas: int | None, progress: Progress,
-    least: int = 1,
+    least: int = 1, attributes: bytes = b"",
 ) -> Buffer:  # fmt: skip
     with _made(client, spec, name, _copies(client, name, replace, replicas, least), replicas) as buffer:
         live = Live(buffer, spec.view)
         for offset, data in _blocks(source):
             live.write(offset, data)
             progress(offset + data.size, source.nbytes)
-        client.rename(buffer, name, replace=replace)
+        give_name(client, buffer, name, replace=replace, attributes=attributes)
     return buffer
 
 
@@ -489,7 +495,7 @@ def _restored(
             live.write(offset, data)
             state.add(crc32c(data.data))
             progress(offset + data.size, source.nbytes)
-        client.rename(buffer, name, replace=replace)
+        give_name(client, buffer, name, replace=replace, attributes=_rights_there(client, name, replace))
     except BaseException as error:
         # A later call continues from here; but memory that a server has lost stays lost.
         if not isinstance(error, (KeyboardInterrupt, UnavailableError, DeadlineError)) or LOST in str(error):
@@ -520,10 +526,28 @@ def _open(client: Client, name: str) -> Buffer | None:
         return None
 
 
-def _named(client: Client, made: Buffer, name: str, replace: bool) -> Buffer:
+def give_name(client: Client, made: Buffer, name: str, *, replace: bool, attributes: bytes) -> None:
+    """Give a buffer its final name, and its file's attributes in the same step. Raises as Client.rename."""
+    if not attributes:
+        client.rename(made, name, replace=replace)
+        return
+    rename_file(client, (made.name, made.info.id), name, replace=replace, attributes=attributes)
+    note_name(made, name)
+
+
+def _rights_there(client: Client, name: str, replaced: bool) -> bytes:
+    """Return the attributes, but not the times, that a file keeps when a restored one takes its place."""
+    there = _open(client, name) if replaced else None
+    if there is None:
+        return b""
+    kept = decode(there.info.file_attributes)
+    return dataclasses.replace(kept, modified=None, accessed=None, changed=None, link=False).encode()
+
+
+def _named(client: Client, made: Buffer, name: str, replace: bool, attributes: bytes) -> Buffer:
     private = made.name
     try:
-        client.rename(made, name, replace=replace)
+        give_name(client, made, name, replace=replace, attributes=attributes)
     except BaseException:
         sweep(client, private)
         raise

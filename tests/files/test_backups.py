@@ -18,6 +18,8 @@ import smb.train
 from smb.config.limits import BACKUP_MANIFEST_BYTES_MAX
 from smb.config.untrusted import open_regular
 from smb.files import backups, copying
+from smb.files.attributes import Attributes
+from smb.spi import rename_file
 from tests.support.commands import run_smb
 from tests.support.daemons import wait_for
 from tests.support.other_users import AS_ROOT, STRANGER, output_as, sticky
@@ -195,6 +197,9 @@ ENTRY = {"name": "w", "file": "data-000001.bytes", "shape": [10], "dtype": "floa
         ([{}, {}], "'w' occurs twice"),
         ([{"state_of": "later"}, {"name": "later"}], "moves with 'later'"),
         ([{"surprise": 1}], "surprise"),
+        ([{"file_attributes": 1}], "something else where a text"),
+        ([{"file_attributes": "A" * 8192}], "more attributes than a file may have"),
+        ([{"file_attributes": "!"}], "base64"),
     ],
 )
 def test_entries_that_no_backup_has_are_refused(tmp_path: Path, entries: list[dict[str, Any]], why: str) -> None:
@@ -452,3 +457,35 @@ def test_another_users_directory_is_not_used(cluster: smb.LocalCluster) -> None:
         refused = run("snapshot", "--all", str(place / "b"), at=cluster, fails=True)
         assert "b.part is no directory of this user's" in refused
         assert not list((place / "b.part").iterdir())
+
+
+def test_rights_and_links_are_saved_and_copied(
+    cluster: smb.LocalCluster, other: smb.LocalCluster, tmp_path: Path
+) -> None:
+    """A file that its owner alone may read stays so, and a symbolic link one: by a backup, a copy, a restore over it.
+    A buffer without attributes has an entry that earlier releases read."""
+    with smb.connect(cluster.address) as client, smb.connect(other.address) as second:
+        texts = {
+            "secret": Attributes(0o600, (7, 8), 9, extended={"k": b"v"}).encode(),
+            "link": Attributes(link=True).encode(),
+            "plain": b"",
+        }
+        for name, text in texts.items():
+            buffer = client.create(name, 6, "uint8")
+            buffer.write(np.frombuffer(b"secret", np.uint8))
+            rename_file(client, (name, buffer.info.id), name, attributes=text)
+        run("snapshot", "--all", str(tmp_path / "b"), "--together", "secret,plain", at=cluster)
+        run("restore", "--all", str(tmp_path / "b"), at=other)
+        entries = {entry["name"]: entry for entry in json.loads((tmp_path / "b/backup.json").read_text())["buffers"]}
+        assert "file_attributes" not in entries["plain"]
+        for name, text in texts.items():
+            assert second.open(name).info.file_attributes == text
+            for target in (client, second):
+                copying.copy_buffer(client, name, target, f"{name}-copied")
+                assert target.open(f"{name}-copied").info.file_attributes == text
+        copying.snapshot(client, "secret", tmp_path / "secret")
+        copying.restore(client, tmp_path / "secret", "secret", replace=True)
+        kept = Attributes(0o600, (7, 8), extended={"k": b"v"}).encode()
+        assert client.open("secret").info.file_attributes == kept
+        copying.restore(client, tmp_path / "secret", "link", replace=True)
+        assert client.open("link").info.file_attributes == b""
