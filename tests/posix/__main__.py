@@ -104,6 +104,7 @@ def fio(mounted: Path, memory: Path, options: argparse.Namespace) -> list[str]:
     for name, block in (("4k", 4096), ("1m", MIB), ("odd", 7 * 512)):
         command = _fio(mounted, f"verify-{name}", "randwrite", block, 16 * MIB)
         command += ["--verify=crc32c", "--do_verify=1", "--verify_fatal=1", f"--randseed={options.seed}"]
+        command += ["--verify_state_save=0"]  # else it leaves a file in the present directory
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
         if done.returncode:
             found.append(f"fio verify {name}: {done.stderr.strip()[-300:]}")
