@@ -36,6 +36,7 @@ from smb.files.handles import FileStatus, OpenFile
 from smb.files.namespace import NameTree
 
 READ_AHEAD_BYTES = 4 << 20  # the kernel's default of 128 KiB would make a request for each
+DEFAULT_UMASK = 0o022
 _BLOCK_BYTES = 4096
 _LINK_MODE = stat.S_IFLNK | 0o777
 _ENDED_BY_SIGNAL = 8  # a result of fuse_main
@@ -181,11 +182,17 @@ class Operations(mfusepy.Operations):  # type: ignore[misc] # mfusepy's types ar
         return 0
 
     def _of_new(self, mode: int, usual: int) -> Attributes:
-        """Return the attributes of a new file that the calling process makes."""
+        """Return the attributes of a new file that the calling process makes.
+
+        Rights are left out only if every mount with the default umask shows them: those of a mount with another umask
+        are no other mount's.
+        """
         rights = stat.S_IMODE(mode)
+        default = (0o777 if stat.S_ISDIR(usual) else 0o666) & ~DEFAULT_UMASK
         owner = mfusepy.fuse_get_context()[:2] if self._gives_away else self._owner
         return Attributes(
-            None if rights == stat.S_IMODE(usual) else rights, None if owner == self._owner else (owner[0], owner[1])
+            None if rights == stat.S_IMODE(usual) == default or not usual else rights,
+            None if owner == self._owner else (owner[0], owner[1]),
         )
 
     def _describe(self, path: str | None, fh: Any, change: Callable[[Attributes], Attributes]) -> None:
@@ -448,7 +455,7 @@ def serve(
     *,
     on_ready: Callable[[], None],
     allow_other: bool = False,
-    umask: int = 0o022,
+    umask: int = DEFAULT_UMASK,
     staged_files: str | None = None,
     replicas: int = 1,
 ) -> None:

@@ -281,6 +281,25 @@ def test_owners_that_root_sets(files: Path, mounts: list[Path]) -> None:
     assert ((files / "w").stat().st_uid, (files / "w").stat().st_gid) == (0, 0)
 
 
+def test_rights_asked_for_are_those_of_every_mount(
+    files: Path, mounts: list[Path], cluster: smb.LocalCluster, tmp_path: Path
+) -> None:
+    """Also if a mount with another umask shows such rights for files without any."""
+    process = start_mount(cluster, tmp_path / "files", "--umask", "077")
+    try:
+        own = tmp_path / "files" / files.name
+        own.mkdir()
+        for rights in (0o600, 0o644, 0o640):
+            os.close(os.open(own / f"w{rights:o}", os.O_WRONLY | os.O_CREAT | os.O_EXCL, rights))
+            there = files / f"w{rights:o}"
+            wait_for(there.exists, "file in the other mount")
+            for each in (own / there.name, there):
+                assert stat.S_IMODE(each.stat().st_mode) == rights
+    finally:
+        unmount(tmp_path / "files")
+        end_mount(process, tmp_path / "files")
+
+
 def test_a_directory_has_the_time_of_its_last_entry(files: Path) -> None:
     """Also its rights, its attributes and times that were set, within this mount, over a rename."""
 
