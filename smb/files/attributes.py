@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 from base64 import b64decode, b64encode
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -18,6 +19,7 @@ from typing import Any
 from smb.config.limits import FILE_ATTRIBUTES_BYTES_MAX
 from smb.files.error_codes import refuse
 
+_NAME_BYTES_MAX = 255 - len("user.")  # linux/limits.h, XATTR_NAME_MAX
 _TIME_MAX = 1 << 63
 _ID_MAX = (1 << 32) - 2  # the number after it stands for "no change" in chown(2)
 
@@ -119,6 +121,19 @@ def _extended(found: object) -> dict[str, bytes]:
     if not isinstance(found, dict):
         return {}
     try:
-        return {name: b64decode(value, validate=True) for name, value in found.items() if isinstance(value, str)}
+        return {
+            name: b64decode(value, validate=True)
+            for name, value in found.items()
+            if isinstance(value, str) and _is_name(name)
+        }
     except ValueError:
         return {}
+
+
+def _is_name(name: str) -> bool:
+    """Return True for the NAME of an attribute user.NAME that a mount can list; those of smb. tell of the buffer."""
+    try:
+        nbytes = len(os.fsencode(name))
+    except UnicodeEncodeError:  # a surrogate that stands for no byte
+        return False
+    return 0 < nbytes <= _NAME_BYTES_MAX and "\0" not in name and not name.startswith("smb.")

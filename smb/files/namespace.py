@@ -53,6 +53,7 @@ _COPY_BYTES = 8 << 20
 _HIDDEN_S = 1.0
 _RECENT_S = 0.05
 _ALIASES_KEPT = 1000
+_FOLDERS_KEPT = 10_000
 _LINKS_MAX = 40  # in one path, as in Linux
 _TARGET_BYTES_MAX = 4095  # of a symbolic link, as in Linux
 _log = logging.getLogger("smb")
@@ -115,6 +116,7 @@ class NameTree:
             if self._is_folder(path):
                 kept = self._folder_attributes.get(path, NONE)
                 return FileStatus(0, kept.modified or 0, directory=True, attributes=kept, changed=kept.modified or 0)
+            self._folder_attributes.pop(path, None)  # another client may have removed it, and a new one is another
             found = self._look(path)
             # hidden files stay hidden here: one may be about to be replaced
             if found is None or found.info.id in self._hidden_ids():
@@ -409,7 +411,7 @@ class NameTree:
                 raise refuse(errno.EEXIST, path)
             self._check_new(path)
             self._add_folder(path)
-            self._folder_attributes[path] = replace(attributes, modified=time.time_ns())
+            self._keep_of_folder(path, replace(attributes, modified=time.time_ns()))
             self._touch(path)
 
     def make_link(self, path: str, target: str, attributes: Attributes = NONE) -> None:
@@ -437,7 +439,15 @@ class NameTree:
         """Note that a name in the directory of this path has changed now."""
         parent = parent_of(path)
         kept = self._folder_attributes.get(parent, NONE)
-        self._folder_attributes[parent] = replace(kept, modified=time.time_ns())
+        self._keep_of_folder(parent, replace(kept, modified=time.time_ns()))
+
+    def _keep_of_folder(self, path: str, attributes: Attributes) -> None:
+        """Keep the attributes of a directory, in place of those that were changed the longest ago if there are many."""
+        self._folder_attributes.pop(path, None)
+        self._folder_attributes[path] = attributes
+        while len(self._folder_attributes) > _FOLDERS_KEPT:
+            with suppress(KeyError, RuntimeError, StopIteration):  # status() drops some without the lock
+                del self._folder_attributes[next(iter(self._folder_attributes))]
 
     def _add_folder(self, path: str) -> None:
         """Make a directory and its missing parents."""
@@ -726,7 +736,7 @@ class NameTree:
             with self._lock:
                 node = self._nodes.get(path)
                 if node is None and self._is_folder(path):
-                    self._folder_attributes[path] = changed(self._folder_attributes.get(path, NONE))
+                    self._keep_of_folder(path, changed(self._folder_attributes.get(path, NONE)))
                     return
             with self._describing, nullcontext() if node is None else node.lock:
                 if node is not None and (node.changed or node.removed):

@@ -10,6 +10,7 @@ import os
 import stat
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import fsspec
@@ -18,7 +19,9 @@ import pytest
 from safetensors.numpy import save_file
 
 import smb
+from smb.files import namespace
 from smb.files.attributes import Attributes
+from smb.files.namespace import NameTree
 from smb.spi import rename_file
 from tests.fault.long import LIMIT_S
 from tests.support.daemons import tidy, wait_for
@@ -298,6 +301,33 @@ def test_rights_asked_for_are_those_of_every_mount(
     finally:
         unmount(tmp_path / "files")
         end_mount(process, tmp_path / "files")
+
+
+def test_a_directory_that_is_gone_leaves_no_rights(client: smb.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another client removes it, and makes one of the same name; and this process keeps those of a number of them."""
+    tree = NameTree(client)
+    client.create("d/w", 1)
+    assert tree.status("d").directory
+    tree.describe("d", lambda kept: replace(kept, mode=0o700))
+    assert tree.status("d").attributes.mode == 0o700
+    client.delete("d/w")
+
+    def is_gone() -> bool:
+        try:
+            return not tree.status("d").directory
+        except FileNotFoundError:
+            return True
+
+    wait_for(is_gone, "end of the directory")
+    client.create("d/w", 1)
+    wait_for(lambda: not is_gone(), "new directory")
+    assert tree.status("d").attributes.mode is None
+    monkeypatch.setattr(namespace, "_FOLDERS_KEPT", 2)
+    for name in ("e", "f"):
+        tree.make_folder(name, Attributes(0o700))
+    tree.make_folder("g", Attributes(0o700))
+    assert tree.status("e").attributes.mode is None
+    assert tree.status("g").attributes.mode == 0o700
 
 
 def test_a_directory_has_the_time_of_its_last_entry(files: Path) -> None:

@@ -51,7 +51,10 @@ def test_what_is_taken_has_room_for_all_else() -> None:
         b"\xff", b"[]", b"7", b"{", b"[" * BYTES_MAX, b'{"mode": 4096}', b'{"mode": -1}', b'{"mode": true}',
         b'{"owner": [1]}', b'{"owner": [1, 4294967295]}', b'{"owner": 7}', b'{"modified": 1e9}', b'{"link": 1}',
         b'{"modified": 9223372036854775809}', b'{"extended": {"a": "!"}}', b'{"extended": [1]}',
-        b'{"extended": {"a": 1}}', b'{"mode": 420' + b" " * BYTES_MAX + b"}",
+        b'{"extended": {"a": 1}}', b'{"extended": {"": "AA=="}}',
+        b'{"extended": {"a\\u0000b": "AA=="}}', b'{"extended": {"a\\ud800b": "AA=="}}',
+        b'{"extended": {"smb.dtype": "AA=="}}', b'{"extended": {"' + b"a" * 251 + b'": "AA=="}}',
+        b'{"mode": 420' + b" " * BYTES_MAX + b"}",
     ],
 )  # fmt: skip
 def test_anything_else_counts_as_missing(text: bytes) -> None:
