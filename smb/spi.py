@@ -120,8 +120,9 @@ def rename_file(
     replace: bool = False,
     displaced_name: str = "",
     attributes: bytes | None = None,
-) -> None:
-    """Rename as Client.rename and displace do, and store the attributes of the buffer's file in the same step.
+) -> bool:
+    """Rename as Client.rename and displace do, and store the attributes of the buffer's file in the same step. Return
+    False if the coordinator is of an older release, which stores no attributes.
 
     For files; other modules do not know the attributes' format. `buffer` is a name and an id, 0 for any. `new_name`
     may be the present name. None leaves the attributes that are stored. Raises as Client.rename, InvalidArgumentError
@@ -133,4 +134,4 @@ def rename_file(
         name=buffer[0], new_name=new_name, replace=replace, displaced_name=displaced_name, id=buffer[1],
         file_attributes=attributes,
     )  # fmt: skip
-    session.coordinator.rename_buffer(request, session.timeout)
+    return session.coordinator.rename_buffer(request, session.timeout)

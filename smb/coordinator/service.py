@@ -667,7 +667,7 @@ class CoordinatorService(CoordinatorServicer):
         committed = await self._commit_log.commit(event)
         failpoint("coordinator.rename.stored")
         await self._segments.drop(committed)
-        return pb.RenameBufferReply()
+        return pb.RenameBufferReply(attributes_stored=event.file_attributes is not None)
 
     def _check_session(self, request: pb.RenewSessionRequest | pb.CloseSessionRequest | _Opening) -> None:
         if self._tokens is not None:

@@ -156,27 +156,35 @@ class Maker:
         return Live(buffer, spec.view)
 
     def linked(self, buffer: Buffer, spec: FileSpec, attributes: bytes) -> None:
-        """Give a symbolic link's buffer its name. Raises AlreadyExistsError."""
+        """Give a symbolic link's buffer its name. Raises AlreadyExistsError; EOPNOTSUPP if the coordinator is older."""
         try:
-            rename_file(self._client, (buffer.name, 0), name_of(spec.name), attributes=attributes)
+            stored = rename_file(self._client, (buffer.name, 0), name_of(spec.name), attributes=attributes)
         except BaseException:
             self.drop(buffer.name)
             raise
         note_name(buffer, name_of(spec.name))
+        if not stored:
+            self._client.delete(buffer, missing_ok=True)
+            raise older()
         self._catalogue.add(spec.name, buffer, attributes)
 
-    def describe(self, found: FoundForm, attributes: bytes) -> None:
-        """Store a file's attributes. Raises NotFoundError if another client has replaced it."""
-        if attributes != found.info.file_attributes:
-            self._describe(found.info.name, found.info.id, found.shown.name, attributes)
+    def describe(self, found: FoundForm, attributes: bytes) -> bool:
+        """Store a file's attributes; return False if the coordinator is older. Raises NotFoundError if another client
+        has replaced it.
+        """
+        if attributes == found.info.file_attributes:
+            return True
+        return self._describe(found.info.name, found.info.id, found.shown.name, attributes)
 
     def describe_buffer(self, buffer: Buffer, attributes: bytes) -> None:
         """Store the attributes of an open file, wherever it is now."""
         self._describe(buffer.name, buffer.info.id, path_of(buffer.name), attributes)
 
-    def _describe(self, name: str, buffer_id: int, path: str, attributes: bytes) -> None:
-        rename_file(self._client, (name, buffer_id), name, attributes=attributes)
-        self._catalogue.describe(path, buffer_id, attributes)
+    def _describe(self, name: str, buffer_id: int, path: str, attributes: bytes) -> bool:
+        stored = rename_file(self._client, (name, buffer_id), name, attributes=attributes)
+        if stored:
+            self._catalogue.describe(path, buffer_id, attributes)
+        return stored
 
     def take_away(self, found: FoundForm, node: FileNode | None, *, whichever: bool = False) -> None:
         """Delete a file's buffer, or give it a private name if somebody here has it open. Raises NotFoundError.
@@ -274,6 +282,13 @@ class Maker:
         self._client.delete(source, missing_ok=True)
         self._catalogue.remove(found.shown.name)
         return live
+
+
+def older() -> OSError:
+    """Return the error for attributes that an older coordinator does not store."""
+    return refuse(
+        errno.EOPNOTSUPP, "the coordinator is of an older release, which stores no attributes of files; upgrade it"
+    )
 
 
 def is_open(node: FileNode | None) -> TypeGuard[FileNode]:

@@ -33,7 +33,7 @@ from smb.files.error_codes import as_os_errors, refuse
 from smb.files.formats import named, plain_spec
 from smb.files.generations import LATEST, MODEL, Generations, Place
 from smb.files.handles import FileNode, FileStatus, OpenFile, status_of
-from smb.files.making import Copied, FoundForm, Maker, copy_all, draw
+from smb.files.making import Copied, FoundForm, Maker, copy_all, draw, older
 from smb.files.names import (
     PRIVATE,
     Form,
@@ -723,7 +723,7 @@ class NameTree:
     def describe(self, path: str, change: Callable[[Attributes], Attributes]) -> None:
         """Change the attributes of a file, for the whole cluster, or those of a directory, for this process.
 
-        Those of a staged file become known with its bytes. ENOENT, EACCES, ENOSPC.
+        Those of a staged file become known with its bytes. ENOENT, EACCES, ENOSPC; EOPNOTSUPP at an older coordinator.
         """
 
         def changed(kept: Attributes) -> Attributes:
@@ -751,7 +751,8 @@ class NameTree:
                 if node is not None and node.stale:
                     kept = replace(kept, modified=node.modified)
                 attributes = changed(kept)
-                self._maker.describe(found, attributes.encode())
+                if not self._maker.describe(found, attributes.encode()):
+                    raise older()
                 if attributes.modified != kept.modified:
                     self._modified.pop(found.info.id, None)
                 if node is not None:

@@ -242,8 +242,10 @@ class Coordinator:
         request = pb.DeleteBufferRequest(name=name, missing_ok=missing_ok, id=known_id)
         self._call("DeleteBuffer", request, timeout)
 
-    def rename_buffer(self, request: pb.RenameBufferRequest, timeout: float) -> None:
-        self._call("RenameBuffer", request, timeout)
+    def rename_buffer(self, request: pb.RenameBufferRequest, timeout: float) -> bool:
+        """Rename, and return True if the request's attributes were stored: an older coordinator ignores them."""
+        reply: pb.RenameBufferReply = self._call("RenameBuffer", request, timeout)
+        return reply.attributes_stored
 
     def list_servers(self, timeout: float) -> list[pb.Server]:
         """Return all servers that ever registered, including dead ones."""

@@ -22,6 +22,8 @@ import smb
 from smb.files import namespace
 from smb.files.attributes import Attributes
 from smb.files.namespace import NameTree
+from smb.rpc.control_pb2 import RenameBufferRequest
+from smb.rpc.coordinator_client import Coordinator
 from smb.spi import rename_file
 from tests.fault.long import LIMIT_S
 from tests.support.daemons import tidy, wait_for
@@ -301,6 +303,36 @@ def test_rights_asked_for_are_those_of_every_mount(
     finally:
         unmount(tmp_path / "files")
         end_mount(process, tmp_path / "files")
+
+
+def test_an_older_coordinator_is_seen(client: smb.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ignores attributes and answers that all is well: setting them is refused then, and writing goes on."""
+    tree = NameTree(client)
+
+    def put(data: bytes) -> None:
+        file = tree.open("old/w", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        file.write(0, np.frombuffer(data, np.uint8))
+        file.flush()
+        file.close()
+
+    tree.make_folder("old")
+    put(b"bytes")
+    rename = Coordinator.rename_buffer
+
+    def ignoring(self: Coordinator, request: RenameBufferRequest, timeout: float) -> bool:
+        request.ClearField("file_attributes")
+        return rename(self, request, timeout)
+
+    monkeypatch.setattr(Coordinator, "rename_buffer", ignoring)
+    refused(errno.EOPNOTSUPP, lambda: tree.describe("old/w", lambda kept: replace(kept, mode=0o600)))
+    refused(errno.EOPNOTSUPP, lambda: tree.make_link("old/link", "w"))
+    put(b"other")
+    put(b"longer than before")
+    assert client.list()[0].file_attributes == b""
+    assert [info.name for info in client.list()] == ["old/w"]
+    monkeypatch.undo()
+    tree.describe("old/w", lambda kept: replace(kept, mode=0o600))
+    assert tree.status("old/w").attributes.mode == 0o600
 
 
 def test_a_directory_that_is_gone_leaves_no_rights(client: smb.Client, monkeypatch: pytest.MonkeyPatch) -> None:

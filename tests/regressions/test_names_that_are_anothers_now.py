@@ -55,10 +55,11 @@ def _replaced_after_the_rename(
         rename(old, new, **options)
         then_other(new)
 
-    def renamed_file(whose: smb.Client, old: tuple[str, int], new: str, **options: Any) -> None:
-        rename_file(whose, old, new, **options)
+    def renamed_file(whose: smb.Client, old: tuple[str, int], new: str, **options: Any) -> bool:
+        stored = rename_file(whose, old, new, **options)
         if whose is client:
             then_other(new)
+        return stored
 
     monkeypatch.setattr(client, "rename", renamed)
     monkeypatch.setattr("smb.files.making.rename_file", renamed_file)
