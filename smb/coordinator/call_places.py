@@ -22,7 +22,7 @@ import grpc
 import grpc.aio
 from google.protobuf.message import Message
 
-from smb.coordinator.call_rates import CallRates
+from smb.coordinator.call_rates import CallRates, LoopTime
 from smb.coordinator.limits import CALLS_MAX, CALLS_PER_CERTIFICATE_MAX, CALLS_WAITING_MAX
 from smb.errors import NOT_APPLIED, UnavailableError
 from smb.rpc import control_pb2 as pb
@@ -115,43 +115,49 @@ class CallPlaces(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         call = cast(Call, handler.unary_unary)
 
         async def answer(request: Any, context: Any) -> Any:
-            who = caller()
+            who, place, charged_s, loop_time = caller(), None, None, LoopTime()
             light = isinstance(request, Message) and request.ByteSize() <= _LIGHT_BYTES
-            if light:
-                await self._begin(who, method)
-            if isinstance(request, pb.OpenBufferRequest) and request.timeout_ms:
-                return await call(request, context)  # may wait for long; the service bounds how many do
-            self._check(who, method)
-            self.take(who)
-            place = _Place(self, who, light=light)
-            _place.set(place)
             try:
+                if light:
+                    charged_s = await self._begin(who, method)
+                if isinstance(request, pb.OpenBufferRequest) and request.timeout_ms:
+                    # It may wait for long; the service bounds how many do.
+                    return await loop_time.of(call(request, context))
+                self._check(who, method)
+                self.take(who)
+                place = _Place(self, who, light=light)
+                _place.set(place)
                 if not light:
-                    await self._begin(who, method)
-                return await call(request, context)
+                    charged_s = await self._begin(who, method)
+                return await loop_time.of(call(request, context))
             finally:
-                place.end()
+                if place is not None:
+                    place.end()
+                if charged_s is not None and self._rates is not None:
+                    self._rates.took(who.key, _kind(method), charged_s, loop_time.seconds)
 
         return grpc.unary_unary_rpc_method_handler(
             answer, request_deserializer=handler.request_deserializer, response_serializer=handler.response_serializer
         )
 
-    async def _begin(self, who: Caller, method: str) -> None:
-        """Wait until this call may begin. Renewals of sessions are counted apart from the certificate's other calls."""
+    async def _begin(self, who: Caller, method: str) -> float | None:
+        """Wait until this call may begin, and return what it was charged; None: such callers are charged nothing.
+        Renewals of sessions are counted apart from the certificate's other calls.
+        """
         if self._rates is None or who.role in _TRUSTED:
-            return
+            return None
         try:
-            turn = self._rates.begin(who.key, "sessions" if method in _OF_SESSIONS else "")
+            turn = self._rates.begin(who.key, _kind(method))
         except asyncio.QueueFull:
             raise BusyError(
                 f"{method}: {CALLS_WAITING_MAX} calls of {who} wait already; nothing was changed, try again later",
                 outcome=NOT_APPLIED,
             ) from None
-        if turn is None:
-            return
+        if turn.done():
+            return turn.result()
         arrived = time.monotonic()
         try:
-            await turn
+            return await turn
         finally:
             self._say_waited(who, time.monotonic() - arrived)
 
@@ -184,6 +190,10 @@ class CallPlaces(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         self._by_certificate[who.key] -= 1
         if not self._by_certificate[who.key]:
             del self._by_certificate[who.key]
+
+
+def _kind(method: str) -> str:
+    return "sessions" if method in _OF_SESSIONS else ""
 
 
 def _busy(method: str, many: str) -> BusyError:

@@ -1,12 +1,15 @@
-"""How much of the event loop's time the calls of one certificate may take. What comes faster waits for its time."""
+"""How much of the event loop's time the calls of one certificate may take while the loop is busy. What comes faster
+waits for its time, or until the loop is idle.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Generator
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from smb.coordinator.limits import CALLS_WAITING_MAX
 
@@ -15,10 +18,14 @@ SHARE_OF_MANY = 0.25  # while more than MANY of its calls wait: then they are ta
 MANY = 64
 SAVED_S = 1.0  # of the loop's time, which such a certificate may take at once if it has asked little before
 OTHERS_S = 60.0  # since the last call of another certificate: after that, a certificate is alone
-_FIRST_COST_S = 0.0005  # of a call, until that is measured
+_OUTSIDE_S = 0.0005  # of a call, outside its handler, until that is measured
+_OUTSIDE_MAX_S = 0.005  # more is other work of the loop
 _WINDOW_S = 1.0  # of a measurement, at least
 _CALLS_PER_S_MIN = 20.0  # of a measurement: with fewer calls the loop's other work would count as theirs
 _BEGIN_MAX = 64  # calls of a bucket in one round of the loop
+_ROUND_S = 0.002  # from one look at the calls that wait to the next
+_IDLE = 1 / 8  # of a round: with more, more calls begin in the next one, whatever their certificates have taken
+_FREE = -1.0  # in place of what a call was charged: it began in time that nobody else wanted
 _SCHEDSTAT = Path("/proc/thread-self/schedstat")  # nanoseconds of work, nanoseconds of waiting for a processor, slices
 
 
@@ -33,39 +40,86 @@ def busy_s() -> float:
     return (worked + waited) / 1e9
 
 
-class _Bucket:
-    """Seconds of the loop that a certificate may take. `full_at`: when it has SAVED_S again. `waiting` is in the order
-    of arrival; `timed`: a timer will let the next ones begin.
+class LoopTime(Generator[Any, Any, Any]):
+    """Awaits a handler in its caller's place. `seconds`: how long its steps have held up the loop, without the time for
+    which it waited between them.
     """
 
     def __init__(self) -> None:
-        self.full_at = 0.0
-        self.waiting: dict[asyncio.Future[None], None] = {}
-        self.timed = False
+        self.seconds = 0.0
+        self._handler: Generator[Any, Any, Any]
+
+    def of(self, handler: Awaitable[Any]) -> LoopTime:
+        """Return what to await in place of `handler`."""
+        self._handler = handler.__await__()
+        return self
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        return self
+
+    def send(self, value: Any) -> Any:
+        """Carry out the handler's next step."""
+        begun = time.monotonic()
+        try:
+            return self._handler.send(value)
+        finally:
+            self.seconds += time.monotonic() - begun
+
+    def throw(self, *error: Any) -> Any:
+        """Carry out the handler's next step, which begins with an error."""
+        begun = time.monotonic()
+        try:
+            return self._handler.throw(*error)
+        finally:
+            self.seconds += time.monotonic() - begun
+
+
+class _Bucket:
+    """Seconds of the loop that a certificate may take. `full_at`: when it has SAVED_S again. `waiting` is in the order
+    of arrival. `call_s`: what the handlers of its last calls took.
+    """
+
+    def __init__(self) -> None:
+        self.full_at = self.call_s = 0.0
+        self.waiting: dict[asyncio.Future[float], None] = {}
+
+    def has_some(self, now: float) -> bool:
+        """Return whether a call may begin. It may cost more than is left: later calls wait longer then."""
+        return self.full_at - now < SAVED_S / SHARE
+
+    def take(self, seconds: float, now: float) -> None:
+        """Charge that much of the loop's time; less than 0: give back."""
+        share = SHARE_OF_MANY if len(self.waiting) > MANY else SHARE
+        self.full_at = max(now, self.full_at) + seconds / share
 
 
 class CallRates:
-    """A bucket for each certificate, which is emptied by calls. A call counts as much as all calls of the last second
-    on average, so rates follow the machine, and are lower while others take its processors. A certificate that asks
-    alone has no limit. Used in the loop's thread only.
+    """A bucket for each certificate, which its calls empty by the time that they take of the loop: what their handlers
+    take, and what a call takes on average outside its handler. A call that finds its bucket empty waits until there is
+    something in it, or until the loop is idle. A certificate that asks alone has no limit. Used in the loop's thread
+    only.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, busy: Callable[[], float] = busy_s) -> None:
         self._clock, self._busy = clock, busy
-        self._cost_s = _FIRST_COST_S
+        self._outside_s = _OUTSIDE_S
         self._since, self._busy_s, self._calls = clock(), busy(), 0  # at the beginning of a measurement, and its calls
+        self._inside_s = 0.0  # in the handlers of these
         self._last = ""  # the certificate of the last call
         self._several_until = 0.0
         self._buckets: dict[str, _Bucket] = {}
+        self._crowded: dict[_Bucket, None] = {}  # those of which calls wait; the first has its turn
+        self._round: tuple[float, float] | None = None  # clock and busy time when the last round began, while any wait
+        self._idle_s = 0.0  # how much work may begin in this round, since the loop would be idle
 
     def ended(self) -> None:
         """Count a call that has ended, at any port."""
         self._calls += 1
 
-    def begin(self, certificate: str, kind: str = "") -> asyncio.Future[None] | None:
-        """Return None if a call that has just come may begin, else a future that is done when it may. A caller that
-        does not wait any more cancels the future. Calls of another kind have a bucket of their own. Raises
-        asyncio.QueueFull if CALLS_WAITING_MAX calls wait.
+    def begin(self, certificate: str, kind: str = "") -> asyncio.Future[float]:
+        """Return a future that is done when a call that has just come may begin, perhaps already. Its result is for
+        `took`. A caller that does not wait any more cancels it. Calls of another kind have a bucket of their own.
+        Raises asyncio.QueueFull if CALLS_WAITING_MAX calls wait.
         """
         now = self._clock()
         if now >= self._since + _WINDOW_S:
@@ -74,50 +128,82 @@ class CallRates:
             self._several_until = now + OTHERS_S
         self._last = certificate
         bucket = self._buckets.setdefault(f"{certificate} {kind}", _Bucket())
-        if not bucket.waiting and (now >= self._several_until or self._takes(bucket, now)):
-            return None
         if len(bucket.waiting) >= CALLS_WAITING_MAX:
             raise asyncio.QueueFull
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        turn: asyncio.Future[float] = asyncio.get_running_loop().create_future()
+        if not bucket.waiting and self._may_begin(bucket, now):
+            self._let_begin(bucket, turn, now)
+            return turn
         bucket.waiting[turn] = None
+        self._crowded[bucket] = None
         turn.add_done_callback(lambda done: bucket.waiting.pop(done, None))
-        self._time(bucket, now)
+        if self._round is None:
+            self._round, self._idle_s = (now, self._busy()), 0.0
+            asyncio.get_running_loop().call_later(_ROUND_S, self._begin_round)
         return turn
 
-    def _takes_s(self, bucket: _Bucket) -> float:
-        """Return in how many seconds the bucket gets what a call takes of it."""
-        return self._cost_s / (SHARE_OF_MANY if len(bucket.waiting) > MANY else SHARE)
+    def took(self, certificate: str, kind: str, charged_s: float, seconds: float) -> None:
+        """Count what a call's handler has taken of the loop. `charged_s`: the result of `begin`."""
+        now = self._clock()
+        self._inside_s += seconds
+        seconds = min(seconds, SAVED_S)  # the loop was held up by something else, e.g. the host stood still
+        bucket = self._buckets.setdefault(f"{certificate} {kind}", _Bucket())
+        bucket.call_s += (seconds - bucket.call_s) / 8
+        if charged_s != _FREE:
+            bucket.take(seconds - charged_s, now)
 
-    def _left_s(self, bucket: _Bucket, now: float) -> float:
-        """Return in how many seconds the bucket has enough for a call; 0 or less: now."""
-        return max(now, bucket.full_at) - now + self._takes_s(bucket) - SAVED_S / SHARE
+    def _may_begin(self, bucket: _Bucket, now: float) -> bool:
+        return now >= self._several_until or bucket.has_some(now)
 
-    def _takes(self, bucket: _Bucket, now: float) -> bool:
-        """Take a call's cost, if the bucket has it."""
-        if self._left_s(bucket, now) > 0:
-            return False
-        bucket.full_at = max(now, bucket.full_at) + self._takes_s(bucket)
-        return True
+    def _let_begin(self, bucket: _Bucket, turn: asyncio.Future[float], now: float) -> None:
+        """Charge a call by what its certificate's last ones took, until it is known what it takes. A certificate that
+        asks alone is charged for nothing.
+        """
+        if now >= self._several_until:
+            turn.set_result(_FREE)
+        else:
+            bucket.take(self._outside_s + bucket.call_s, now)
+            turn.set_result(bucket.call_s)
 
-    def _time(self, bucket: _Bucket, now: float) -> None:
-        if bucket.waiting and not bucket.timed:
-            bucket.timed = True
-            asyncio.get_running_loop().call_later(self._left_s(bucket, now), self._go_on, bucket)
+    def _begin_round(self) -> None:
+        """Let those calls begin for whose certificates there is time."""
+        assert self._round is not None
+        now, busy_s = self._clock(), self._busy()
+        if now >= self._since + _WINDOW_S:
+            self._measure(now)
+        elapsed = now - self._round[0]
+        idle = elapsed - (busy_s - self._round[1])
+        self._idle_s = min(self._idle_s + idle / 2, elapsed) if idle > _IDLE * elapsed else self._idle_s / 2
+        for bucket in list(self._crowded):
+            for turn in list(islice(bucket.waiting, _BEGIN_MAX)):
+                if not turn.done():  # else its caller does not wait any more
+                    if not self._may_begin(bucket, now):
+                        break
+                    self._let_begin(bucket, turn, now)
+                bucket.waiting.pop(turn, None)
+        self._begin_in_idle_time()
+        self._crowded = {bucket: None for bucket in self._crowded if bucket.waiting}
+        self._round = (now, busy_s) if self._crowded else None
+        if self._crowded:
+            asyncio.get_running_loop().call_later(_ROUND_S, self._begin_round)
 
-    def _go_on(self, bucket: _Bucket) -> None:
-        """Let those calls of a bucket begin for which it has enough now."""
-        bucket.timed, now = False, self._clock()
-        for turn in list(islice(bucket.waiting, _BEGIN_MAX)):
-            if not turn.done():  # else its caller does not wait any more
-                if not self._takes(bucket, now):
-                    break
-                turn.set_result(None)
-            bucket.waiting.pop(turn, None)
-        self._time(bucket, now)
+    def _begin_in_idle_time(self) -> None:
+        """Let calls begin which nobody is charged for, one of each certificate in turn."""
+        left_s = self._idle_s
+        while left_s > 0 and self._crowded:
+            bucket = next(iter(self._crowded))
+            del self._crowded[bucket]
+            turn = next((each for each in bucket.waiting if not each.done()), None)
+            if turn is not None:
+                left_s -= self._outside_s + bucket.call_s
+                turn.set_result(_FREE)
+                bucket.waiting.pop(turn, None)
+                self._crowded[bucket] = None
 
     def _measure(self, now: float) -> None:
         busy_s = self._busy()
         if self._calls >= _CALLS_PER_S_MIN * (now - self._since):
-            self._cost_s = (busy_s - self._busy_s) / self._calls
-        self._since, self._busy_s, self._calls = now, busy_s, 0
+            outside_s = (busy_s - self._busy_s - self._inside_s) / self._calls
+            self._outside_s = min(max(outside_s, 0.0), _OUTSIDE_MAX_S)
+        self._since, self._busy_s, self._calls, self._inside_s = now, busy_s, 0, 0.0
         self._buckets = {name: each for name, each in self._buckets.items() if each.waiting or each.full_at > now}

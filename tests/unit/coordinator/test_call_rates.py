@@ -15,7 +15,7 @@ import pytest
 
 from smb.coordinator import call_places, call_rates
 from smb.coordinator.call_places import BusyError, CallPlaces
-from smb.coordinator.call_rates import MANY, OTHERS_S, SAVED_S, SHARE, SHARE_OF_MANY, CallRates, busy_s
+from smb.coordinator.call_rates import MANY, OTHERS_S, SAVED_S, SHARE, SHARE_OF_MANY, CallRates, LoopTime, busy_s
 from smb.coordinator.limits import CALLS_PER_CERTIFICATE_MAX, CALLS_WAITING_MAX
 from smb.rpc import control_pb2 as pb
 from smb.security import roles
@@ -46,20 +46,32 @@ class Loop:
         assert self.begin("flood") is None
         return self
 
-    def begin(self, who: str = "flood", kind: str = "") -> asyncio.Future[None] | None:
-        return self.rates.begin(who, kind)
+    def begin(self, who: str = "flood", kind: str = "") -> asyncio.Future[float] | None:
+        """Return None if the call begins at once."""
+        turn = self.rates.begin(who, kind)
+        return None if turn.done() else turn
 
     def flood(self, most: int = 100_000) -> int:
         """Begin calls until one has to wait, and return how many began; `most` if none has to."""
         return next((number for number in range(most) if self.begin() is not None), most)
 
-    async def after(self, seconds: float, waiting: Iterable[asyncio.Future[None]]) -> int:
-        """Return how many of these have begun so many seconds later."""
+    async def after(self, seconds: float, waiting: Iterable[asyncio.Future[float]], busy: float = 1.0) -> int:
+        """Return how many of these have begun so many seconds later. The loop was busy for that part of the time."""
         self.now += seconds
-        for bucket in self.rates._buckets.values():
-            self.rates._go_on(bucket)  # in place of the timer, which has another clock
-        await asyncio.sleep(0)
+        self.busy += busy * seconds
+        await self.round()
         return sum(turn.done() for turn in waiting)
+
+    async def round(self) -> None:
+        """In place of the timer, which has another clock."""
+        if self.rates._round is not None:
+            self.rates._begin_round()
+        await asyncio.sleep(0)
+
+
+@pytest.fixture(autouse=True)
+def _no_timer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(call_rates, "_ROUND_S", 3600.0)
 
 
 def run(scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -127,11 +139,11 @@ def test_a_certificate_that_asks_alone_does_not_wait() -> None:
 
 @pytest.mark.parametrize(
     ("slower", "calls", "seconds", "begin"),
-    [(1, 200, 1.0, SAVED), (10, 200, 1.0, SAVED // 10), (10, 10, 1.0, SAVED), (10, 200, 20.0, SAVED)],
+    [(1, 200, 1.0, SAVED), (4, 200, 1.0, SAVED // 4), (4, 10, 1.0, SAVED), (4, 200, 20.0, SAVED), (50, 20, 1.0, 200)],
 )
 def test_a_call_counts_as_much_as_calls_cost_on_average(slower: int, calls: int, seconds: float, begin: int) -> None:
-    """On a machine that is ten times slower, a tenth of the calls begins. A time with few calls does not count, since
-    the loop's other work would be theirs."""
+    """Outside their handlers: on a machine that is four times slower, a quarter of the calls begins. A time with few
+    calls does not count, since the loop's other work would be theirs, and they count 5 ms at most."""
 
     async def scenario() -> None:
         loop = Loop().with_others()
@@ -171,14 +183,159 @@ def test_no_more_calls_wait_than_may_and_who_goes_away_leaves_room(monkeypatch: 
 
 def test_a_timer_lets_waiting_calls_begin(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the clock and the loop as they are."""
-    monkeypatch.setattr(call_rates, "_FIRST_COST_S", 0.1)
+    monkeypatch.setattr(call_rates, "_OUTSIDE_S", 0.1)
+    monkeypatch.setattr(call_rates, "_ROUND_S", 0.002)
 
     async def scenario() -> None:
-        rates = CallRates(busy=lambda: 0.0)
+        rates = CallRates(busy=time.monotonic)
         rates.begin("other")
-        turns = [turn for _ in range(round(SAVED_S / 0.1) + 5) if (turn := rates.begin("flood"))]
+        turns = [turn for _ in range(round(SAVED_S / 0.1) + 5) if not (turn := rates.begin("flood")).done()]
         assert len(turns) > 2
         await asyncio.wait_for(asyncio.gather(*turns), 20)
+
+    run(scenario)
+
+
+def test_waiting_calls_begin_while_the_loop_is_idle() -> None:
+    """One of each certificate in turn, and what has begun so is not charged."""
+
+    async def scenario() -> None:
+        loop = Loop().with_others()
+        loop.flood()
+        several = next(number for number in range(10_000) if loop.begin("other") is not None) + 1
+        assert several == pytest.approx(SAVED, abs=3)
+        turns = [[turn for _ in range(200) if (turn := loop.begin(who)) is not None] for who in ("flood", "other")]
+        full_at = [bucket.full_at for bucket in loop.rates._buckets.values()]
+        assert await loop.after(0.001, turns[0] + turns[1], busy=1.0) == 0
+        await loop.after(100 * COST_S, (), busy=0.0)
+        begun = [sum(turn.done() for turn in each) for each in turns]
+        assert sum(begun) > 40
+        assert abs(begun[0] - begun[1]) < 3
+        shared = 2 * 100 * COST_S * SHARE / COST_S  # at most what their shares let begin beside
+        charged = sum(bucket.full_at for bucket in loop.rates._buckets.values()) - sum(full_at)
+        assert charged <= shared * COST_S / SHARE_OF_MANY
+        before = sum(begun)
+        for _ in range(20):
+            await loop.after(0.002, (), busy=1.0)
+        assert sum(turn.done() for each in turns for turn in each) <= before + 110  # and no longer while it is busy
+
+    run(scenario)
+
+
+def test_a_full_bucket_pays_for_a_call_whatever_calls_seem_to_cost() -> None:
+    """The host stood still during a call: its certificate waits for some seconds, and others for nothing."""
+
+    async def scenario() -> None:
+        loop = Loop().with_others()
+        first = loop.rates.begin("flood")
+        loop.now += 60.0
+        loop.busy += 60.0
+        loop.rates.took("flood", "", first.result(), 60.0)
+        assert loop.begin("other") is None
+        waiting = [turn for _ in range(30) if (turn := loop.begin()) is not None]
+        loop.answer(300, 1.0, cost_s=1.0)  # all of the loop's time was other work
+        await loop.after(2 * SAVED_S / SHARE, ())
+        assert waiting[0].done()
+        until = loop.now + 5
+        for turn in waiting:
+            while not turn.done() and loop.now < until:
+                await loop.after(0.002, ())
+            loop.rates.took("flood", "", turn.result(), COST_S)
+        assert loop.begin() is None
+
+    run(scenario)
+
+
+def test_calls_that_wait_begin_once_their_certificate_asks_alone() -> None:
+    async def scenario() -> None:
+        loop = Loop().with_others()
+        loop.flood()
+        waiting = [turn for _ in range(MANY // 2) if (turn := loop.begin()) is not None]
+        bucket = loop.rates._buckets["flood "]
+        bucket.take(10_000.0, loop.now)
+        assert await loop.after(OTHERS_S - 1, waiting) == 0
+        assert await loop.after(2, waiting) == len(waiting)
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("dear_s", [0.02, 0.005])
+def test_who_asks_for_dear_calls_pays_for_them(dear_s: float) -> None:
+    """One certificate asks without pause for calls that take the loop for long, another 300 times a second for a small
+    one: the small ones do not wait, the dear ones have at least half of the time, and none is left over.
+    """
+
+    async def scenario() -> None:
+        loop, cheap_s = Loop(), 0.0005
+        waiting: dict[str, list[asyncio.Future[float]]] = {"dear": [], "cheap": []}
+        took, due, round_at, end = {"dear": 0.0, "cheap": 0.0}, loop.now, loop.now, loop.now + 30
+        most = 0
+        while loop.now < end:
+            while due <= loop.now:
+                waiting["cheap"].append(loop.rates.begin("cheap"))
+                due += 1 / 300
+            while len(waiting["dear"]) < 300:
+                waiting["dear"].append(loop.rates.begin("dear"))
+            if loop.now >= round_at + 0.002:
+                round_at = loop.now
+                await loop.round()
+            begun = [(who, turn) for who, turns in waiting.items() for turn in turns if turn.done()]
+            for who, turn in begun:
+                cost_s = dear_s if who == "dear" else cheap_s
+                loop.now += cost_s
+                loop.busy += cost_s
+                took[who] += cost_s
+                loop.rates.ended()
+                loop.rates.took(who, "", turn.result(), cost_s)
+                waiting[who].remove(turn)
+            most = max(most, len(waiting["cheap"])) if loop.now > end - 20 else 0
+            if not begun:
+                loop.now += 0.0005
+        assert took["cheap"] == pytest.approx(300 * 30 * cheap_s, rel=0.02)
+        assert took["dear"] > 30 * SHARE
+        assert most < 300  # of a second
+        assert took["dear"] + took["cheap"] > 0.75 * 30
+
+    run(scenario)
+
+
+def test_what_a_handler_takes_of_the_loop_is_measured() -> None:
+    """Also if it fails or is cancelled; the time for which it waits is not counted."""
+
+    def work(seconds: float) -> None:
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            pass
+
+    async def handler(fails: bool, go: asyncio.Event) -> str:
+        work(0.05)
+        try:
+            await go.wait()
+        finally:
+            work(0.05)
+        if fails:
+            raise ValueError
+        return "answer"
+
+    async def scenario() -> None:
+        for fails, cancelled in ((False, False), (True, False), (False, True)):
+            loop_time, go = LoopTime(), asyncio.Event()
+
+            async def call(loop_time: LoopTime = loop_time, fails: bool = fails, go: asyncio.Event = go) -> Any:
+                return await loop_time.of(handler(fails, go))
+
+            task = asyncio.create_task(call())
+            await asyncio.sleep(0)
+            begun = time.monotonic()
+            while time.monotonic() < begun + 0.3:
+                await asyncio.sleep(0.01)
+            go.set()
+            if cancelled:
+                task.cancel()
+            ended: Any = (await asyncio.gather(task, return_exceptions=True))[0]
+            expected = asyncio.CancelledError if cancelled else ValueError
+            assert isinstance(ended, expected) if fails or cancelled else ended == "answer"
+            assert 0.1 <= loop_time.seconds < 0.3
 
     run(scenario)
 
@@ -200,16 +357,24 @@ class Port:
     def __init__(self, waits: Iterable[bool | None]) -> None:
         """`waits`: whether each call waits for ever; None: too many wait."""
         self._waits = iter(waits)
-        self.places = CallPlaces(cast(Any, SimpleNamespace(begin=self.begin)))
+        self.places = CallPlaces(cast(Any, SimpleNamespace(begin=self.begin, took=self.took)))
         self.kinds: list[str] = []
         self.begun: list[str] = []
+        self.charged: list[tuple[str, float]] = []
 
-    def begin(self, _certificate: str, kind: str) -> asyncio.Future[None] | None:
+    def took(self, _certificate: str, kind: str, charged_s: float, seconds: float) -> None:
+        self.charged.append((kind, charged_s))
+        assert seconds >= 0
+
+    def begin(self, _certificate: str, kind: str) -> asyncio.Future[float]:
         self.kinds.append(kind)
         waits = next(self._waits)
         if waits is None:
             raise asyncio.QueueFull
-        return asyncio.get_running_loop().create_future() if waits else None
+        turn: asyncio.Future[float] = asyncio.get_running_loop().create_future()
+        if not waits:
+            turn.set_result(0.25)
+        return turn
 
     def call(self, who: Caller, method: str, request: Any) -> asyncio.Task[None]:
         async def answer(_request: Any, _context: Any) -> None:
@@ -244,6 +409,7 @@ def test_a_call_that_is_to_wait_begins_later_and_operators_never_wait(
             await port.call(trusted, "Leader", pb.LeaderRequest())
         assert port.begun == ["Overview", "Leader", "Leader"]
         assert port.kinds == ["", "", "sessions", ""]
+        assert port.charged == [("", 0.25)]
         with pytest.raises(BusyError, match=f"^ListServers: {CALLS_WAITING_MAX} calls of a certificate") as refused:
             await port.call(READER, "ListServers", pb.ListServersRequest())
         assert refused.value.outcome == "not applied"
