@@ -74,7 +74,7 @@ class ServerRegistered:
     missing: frozenset[int] = frozenset()
     stamps: tuple[Stamp, ...] = ()
     making: frozenset[int] = frozenset()  # segments that it is being asked to make, for copies that have not begun
-    drops: int = 0  # State.drops of the server before it was asked what it holds
+    drops: int = 0  # how many drops the server had answered before it was asked what it holds
     unproven: frozenset[tuple[str, int]] = (
         frozenset()
     )  # (server, segment): its server does not confirm now that it is whole

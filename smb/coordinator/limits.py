@@ -3,6 +3,7 @@
 SERVER_FORGOTTEN_AFTER_S = 600.0  # a dead server that holds nothing is shown this long
 BUFFERS_MAX = 131_072  # each is a record in memory (2 KiB), and is read at each start (50 us)
 DELETED_ATTEMPTS_MAX = 4096  # the latest deletions that are remembered, so that a repeated creation is refused
+DROPS_REMEMBERED_MAX = 1024  # of one server: what it drops while it is asked what it holds
 BUNDLE_BUFFERS_MAX = 16  # buffers that move together: their records change in one transaction of the store
 SERVERS_MAX = 1024  # each is probed, listed and sorted at every create
 SESSIONS_MAX = 65_536

@@ -72,6 +72,7 @@ from smb.coordinator.records import BufferRecord, Holder, Kind, key_of
 from smb.coordinator.role_changes import RoleChanges
 from smb.coordinator.segment_maker import OTHERS_CREATION_S, SegmentMaker
 from smb.coordinator.session_end_notifier import SessionEndNotifier
+from smb.coordinator.state import Drops
 from smb.coordinator.steps.copies import NotAskedError, deciding_peers
 from smb.coordinator.steps.creation import made_before
 from smb.coordinator.steps.sessions import check_not_ended
@@ -271,7 +272,7 @@ class CoordinatorService(CoordinatorServicer):
                     )
                 committed = await self._judged(asked, seen)
                 break
-            except NotAskedError:  # buffers are being made on it, or deleted: the answer was too old
+            except NotAskedError:  # buffers are being made on it, or very many deleted: the answer was too old
                 if left == 0:
                     raise
         answer = next(effect for effect in committed.effects if isinstance(effect, AnswerDrops))
@@ -329,7 +330,7 @@ class CoordinatorService(CoordinatorServicer):
         may make them after it has answered. Raises UnavailableError if the server does not answer.
         """
         state, name = self._commit_log.state, event.server.name
-        event = replace(event, drops=state.drops.get(name, 0))
+        event = replace(event, drops=state.drops.get(name, Drops()).count)
         copies = [(record, copy) for record in state.buffers.at(name) for copy in record.copies if copy.server == name]
         here = {copy.id for _, copy in copies}
         due = {copy.id for record, copy in copies if record.ready}

@@ -49,6 +49,23 @@ class Allocation:
 
 
 @dataclass(frozen=True, slots=True)
+class Drops:
+    """How many segments a server has dropped, and the ids of the last ones."""
+
+    count: int = 0
+    last: tuple[int, ...] = ()
+
+    def with_one(self, segment_id: int) -> Drops:
+        """Return these drops and one more."""
+        return Drops(self.count + 1, (*self.last[1 - limits.DROPS_REMEMBERED_MAX :], segment_id))
+
+    def since(self, count: int) -> frozenset[int] | None:
+        """Return what was dropped after the first `count` ones; None if that is not known any more."""
+        number = self.count - count
+        return frozenset(self.last[len(self.last) - number :]) if 0 <= number <= len(self.last) else None
+
+
+@dataclass(frozen=True, slots=True)
 class Maintenance:
     """Planned work: its end on the monotonic clock of this term, and in seconds since 1970."""
 
@@ -105,7 +122,7 @@ class State:
     unexplained: Mapping[str, Mapping[int, Held]] = field(default_factory=dict)  # segments held beside the records
     missing: Mapping[str, frozenset[int]] = field(default_factory=dict)  # segments in the records that the server lacks
     others: Mapping[str, frozenset[int]] = field(default_factory=dict)  # those of `missing` held as another copy
-    drops: Mapping[str, int] = field(default_factory=dict)  # how many drops each server has answered in this term
+    drops: Mapping[str, Drops] = field(default_factory=dict)  # that each server has answered in this term
     # Terms in the server's stamps that this store does not have: changes made in the same term can be compared.
     other_terms: Mapping[str, frozenset[tuple[int, int]]] = field(default_factory=dict)
 

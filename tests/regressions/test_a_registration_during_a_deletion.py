@@ -12,6 +12,7 @@ from typing import Any, cast
 import pytest
 
 from smb import errors
+from smb.coordinator import limits
 from smb.coordinator.commit_log import CommitLog
 from smb.coordinator.events import BufferDeleted, BufferMade, BufferWanted, ServerCounted, ServerRenewed
 from smb.coordinator.records import Held, ServerRecord
@@ -61,20 +62,43 @@ def test_what_a_server_has_dropped_is_listed_no_more(tmp_path: Path, keeps: bool
     asyncio.run(work())
 
 
-def test_a_list_from_before_a_drop_is_asked_for_anew(tmp_path: Path) -> None:
-    """The server said what it holds, dropped a segment, and its answer to the drop came first. The registration is not
-    taken with that list, since nothing would remove the segment from it.
+def test_what_a_server_drops_while_it_registers_is_not_on_its_list(tmp_path: Path) -> None:
+    """The server said what it holds, dropped segments, and its answers to the drops came first. It need not be asked
+    again, since some servers drop hundreds of segments a second all the time.
     """
 
     async def work() -> None:
         store = SqliteStore(tmp_path)
         log = await CommitLog.open(store, 1)
         await log.commit(registration(log.state, server("a")))
+        await log.commit(ServerCounted("a", 1, 0, 5))  # not yet asked
+        asked = {each: Held(1, quarantined=True, nbytes=NBYTES) for each in (5, 7, 8, 9)}
+        listed = replace(registration(log.state, server("a")), held=asked, stamps=())
+        for dropped in (7, 9):
+            await log.commit(ServerCounted("a", 1, 0, dropped))
+        await log.commit(listed)
+        assert log.state.unexplained["a"].keys() == {5, 8}
+        await store.close()
+
+    asyncio.run(work())
+
+
+def test_after_very_many_drops_a_server_is_asked_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a coordinator remembers of drops is bounded."""
+    monkeypatch.setattr(limits, "DROPS_REMEMBERED_MAX", 3)
+
+    async def work() -> None:
+        store = SqliteStore(tmp_path)
+        log = await CommitLog.open(store, 1)
+        await log.commit(registration(log.state, server("a")))
         listed = replace(registration(log.state, server("a")), held={7: Held(1, nbytes=NBYTES)}, stamps=())
-        await log.commit(ServerCounted("a", 1, 0, 7))
-        with pytest.raises(NotAskedError, match='memory server "a" dropped a segment while it registered'):
-            await log.commit(listed)
+        for dropped in (7, 8, 9):
+            await log.commit(ServerCounted("a", 1, 0, dropped))
+        await log.commit(listed)
         assert not log.state.unexplained.get("a")
+        await log.commit(ServerCounted("a", 1, 0, 10))
+        with pytest.raises(NotAskedError, match='memory server "a" dropped too many segments while it registered'):
+            await log.commit(listed)
         await log.commit(registration(log.state, server("a")))
         await store.close()
 

@@ -20,7 +20,7 @@ from smb.coordinator.events import (
 )
 from smb.coordinator.lineage import Lineage, Stamp
 from smb.coordinator.records import BufferRecord, Held, Kind, ServerRecord
-from smb.coordinator.state import State
+from smb.coordinator.state import Drops, State
 from smb.coordinator.steps import step
 from smb.coordinator.validate import Creation, first_use
 
@@ -47,7 +47,7 @@ def registration(
     shown = {each: as_held or Held(epoch_of(*where[each]) if each in where else 1) for each in held}
     missing = _due(state, record.name) - shown.keys()
     told = (state.lineage.stamp,) if stamps is None else stamps
-    return ServerRegistered(record, shown, missing, told, making, drops=state.drops.get(record.name, 0))
+    return ServerRegistered(record, shown, missing, told, making, drops=state.drops.get(record.name, Drops()).count)
 
 
 def returned(

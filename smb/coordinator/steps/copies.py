@@ -75,7 +75,7 @@ def server_returned(state: State, event: ServerReturned, now: Instant) -> Step:
 
 
 class NotAskedError(UnavailableError):
-    """A server was not asked for a segment that was made meanwhile, or dropped one after it had been asked."""
+    """A server was not asked for a segment that was made meanwhile, or dropped very many after it had been asked."""
 
 
 def check_all_told(state: State, server: str, held: Collection[int], missing: Collection[int]) -> None:

@@ -26,7 +26,7 @@ from smb.coordinator.events import (
     ServerSuspected,
 )
 from smb.coordinator.records import Held, ServerRecord
-from smb.coordinator.state import State, Step, without
+from smb.coordinator.state import Drops, State, Step, without
 from smb.coordinator.steps.copies import NotAskedError, check_all_told, not_those_copies
 from smb.coordinator.steps.interrupted import heard_from
 from smb.coordinator.validate import check_address, check_host_name, check_server_name, check_zone
@@ -42,13 +42,15 @@ def server_registered(state: State, event: ServerRegistered, now: Instant) -> St
         raise OutOfMemoryError(
             f'no place for memory server "{server.name}": a cluster has at most {limits.SERVERS_MAX}; stop one first'
         )
+    dropped = state.drops.get(server.name, Drops()).since(event.drops)
+    if dropped is None:
+        raise NotAskedError(
+            f'memory server "{server.name}" dropped too many segments while it registered; it must register again'
+        )
+    event = replace(event, held=without(event.held, *dropped))
     where = state.where()
     _check_cluster(state, event, where)
     check_all_told(state, server.name, event.held, event.missing)
-    if state.drops.get(server.name, 0) != event.drops:
-        raise NotAskedError(
-            f'memory server "{server.name}" dropped a segment while it registered; it must register again'
-        )
     known = state.servers.get(server.name)
     server = replace(server, last_seen_at=now.wall, draining=known is not None and known.draining)
     here = {
@@ -235,10 +237,11 @@ def server_drained(state: State, event: ServerDrained, now: Instant) -> Step:
 
 def server_counted(state: State, event: ServerCounted, _: Instant) -> Step:
     """Record how much memory of a server is used, and which segment it dropped. That segment is also removed from its
-    list, because the server may have registered with it meanwhile.
+    list, because the server may have registered with it meanwhile, and from the list of a registration in progress.
     """
     if event.dropped:
-        state = replace(state, drops={**state.drops, event.name: state.drops.get(event.name, 0) + 1})
+        drops = state.drops.get(event.name, Drops()).with_one(event.dropped)
+        state = replace(state, drops={**state.drops, event.name: drops})
     known = state.servers.get(event.name)
     if known is None or known.instance_id != event.instance_id:
         return state, ()

@@ -24,7 +24,7 @@ from smb.coordinator.events import (
 from smb.coordinator.placement import SERVERS_SHOWN_MAX
 from smb.coordinator.records import BufferRecord
 from smb.coordinator.replicas import fail_over
-from smb.coordinator.state import Maintenance, State, Step, remove, without
+from smb.coordinator.state import Drops, Maintenance, State, Step, remove, without
 from smb.coordinator.steps.copies import at_dead, judge_copies
 from smb.coordinator.steps.interrupted import interrupted
 from smb.coordinator.steps.maintenance import LASTS_S_MAX, over
@@ -120,6 +120,7 @@ def ticked(state: State, event: Ticked, now: Instant) -> Step:
         unexplained=without(state.unexplained, *forgotten),
         missing=without(state.missing, *forgotten),
         others=without(state.others, *forgotten),
+        drops={name: Drops(each.count) if name in forgotten else each for name, each in state.drops.items()},
     )
     effects += map(EraseServer, forgotten)
     return state, tuple(effects)
