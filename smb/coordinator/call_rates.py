@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Generator
 from itertools import islice
 from pathlib import Path
@@ -96,8 +97,8 @@ class _Bucket:
 class CallRates:
     """A bucket for each certificate, which its calls empty by the time that they take of the loop: what their handlers
     take, and what a call takes on average outside its handler. A call that finds its bucket empty waits until there is
-    something in it, or until the loop is idle. A certificate that asks alone has no limit. Used in the loop's thread
-    only.
+    something in it, or, if few of its certificate wait, until the loop is idle. A certificate that asks alone has no
+    limit. Used in the loop's thread only.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, busy: Callable[[], float] = busy_s) -> None:
@@ -110,7 +111,8 @@ class CallRates:
         self._buckets: dict[str, _Bucket] = {}
         self._crowded: dict[_Bucket, None] = {}  # those of which calls wait; the first has its turn
         self._round: tuple[float, float] | None = None  # clock and busy time when the last round began, while any wait
-        self._idle_s = 0.0  # how much work may begin in this round, since the loop would be idle
+        self._idle = 0.0  # the part of a round's time in which calls begin beside, since the loop would be idle
+        self._idle_s = 0.0  # of that time: what is left; less than 0: the last call took more
 
     def ended(self) -> None:
         """Count a call that has ended, at any port."""
@@ -138,7 +140,7 @@ class CallRates:
         self._crowded[bucket] = None
         turn.add_done_callback(lambda done: bucket.waiting.pop(done, None))
         if self._round is None:
-            self._round, self._idle_s = (now, self._busy()), 0.0
+            self._round, self._idle, self._idle_s = (now, self._busy()), 0.0, 0.0
             asyncio.get_running_loop().call_later(_ROUND_S, self._begin_round)
         return turn
 
@@ -173,7 +175,11 @@ class CallRates:
             self._measure(now)
         elapsed = now - self._round[0]
         idle = elapsed - (busy_s - self._round[1])
-        self._idle_s = min(self._idle_s + idle / 2, elapsed) if idle > _IDLE * elapsed else self._idle_s / 2
+        if idle > _IDLE * elapsed:
+            self._idle = min(self._idle + idle / elapsed / 2, 1.0)
+        else:
+            self._idle /= 2
+        self._idle_s = min(self._idle_s, 0.0) + self._idle * elapsed
         for bucket in list(self._crowded):
             for turn in list(islice(bucket.waiting, _BEGIN_MAX)):
                 if not turn.done():  # else its caller does not wait any more
@@ -188,17 +194,20 @@ class CallRates:
             asyncio.get_running_loop().call_later(_ROUND_S, self._begin_round)
 
     def _begin_in_idle_time(self) -> None:
-        """Let calls begin which nobody is charged for, one of each certificate in turn."""
-        left_s = self._idle_s
-        while left_s > 0 and self._crowded:
-            bucket = next(iter(self._crowded))
-            del self._crowded[bucket]
+        """Let calls begin which nobody is charged for, one of each certificate in turn. Those of which many wait have
+        no part in this: while calls stand in gRPC's queue, the loop seems idle whenever another thread holds it up.
+        """
+        turns = deque(bucket for bucket in self._crowded if len(bucket.waiting) <= MANY)
+        while self._idle_s > 0 and turns:
+            bucket = turns.popleft()
             turn = next((each for each in bucket.waiting if not each.done()), None)
-            if turn is not None:
-                left_s -= self._outside_s + bucket.call_s
-                turn.set_result(_FREE)
-                bucket.waiting.pop(turn, None)
-                self._crowded[bucket] = None
+            if turn is None:
+                continue
+            self._idle_s -= self._outside_s + bucket.call_s
+            turn.set_result(_FREE)
+            del bucket.waiting[turn], self._crowded[bucket]
+            self._crowded[bucket] = None  # the last in the next round
+            turns.append(bucket)
 
     def _measure(self, now: float) -> None:
         busy_s = self._busy()

@@ -197,27 +197,29 @@ def test_a_timer_lets_waiting_calls_begin(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_waiting_calls_begin_while_the_loop_is_idle() -> None:
-    """One of each certificate in turn, and what has begun so is not charged."""
+    """One of each certificate in turn, and what has begun so is not charged. None of a flood does: it stands in gRPC's
+    queue as well, and a loop that waits for another thread seems idle.
+    """
 
     async def scenario() -> None:
         loop = Loop().with_others()
-        loop.flood()
-        several = next(number for number in range(10_000) if loop.begin("other") is not None) + 1
-        assert several == pytest.approx(SAVED, abs=3)
-        turns = [[turn for _ in range(200) if (turn := loop.begin(who)) is not None] for who in ("flood", "other")]
+        waiting: dict[str, list[asyncio.Future[float]]] = {"flood": [], "other": [], "many": []}
+        for who, turns in waiting.items():
+            loop.begin(who)
+            loop.rates._buckets[f"{who} "].take(1000.0, loop.now)  # nothing begins by its share
+            turns += [loop.rates.begin(who) for _ in range(3 * MANY if who == "many" else MANY // 2)]
         full_at = [bucket.full_at for bucket in loop.rates._buckets.values()]
-        assert await loop.after(0.001, turns[0] + turns[1], busy=1.0) == 0
-        await loop.after(100 * COST_S, (), busy=0.0)
-        begun = [sum(turn.done() for turn in each) for each in turns]
-        assert sum(begun) > 40
-        assert abs(begun[0] - begun[1]) < 3
-        shared = 2 * 100 * COST_S * SHARE / COST_S  # at most what their shares let begin beside
-        charged = sum(bucket.full_at for bucket in loop.rates._buckets.values()) - sum(full_at)
-        assert charged <= shared * COST_S / SHARE_OF_MANY
-        before = sum(begun)
+        every = [turn for turns in waiting.values() for turn in turns]
+        assert await loop.after(0.001, every) == 0
+        assert await loop.after(40 * COST_S, every, busy=0.0) == pytest.approx(20, abs=2)
+        begun = {who: sum(turn.done() for turn in turns) for who, turns in waiting.items()}
+        assert abs(begun["flood"] - begun["other"]) < 2
+        assert not begun["many"]
+        assert [bucket.full_at for bucket in loop.rates._buckets.values()] == full_at
         for _ in range(20):
-            await loop.after(0.002, (), busy=1.0)
-        assert sum(turn.done() for each in turns for turn in each) <= before + 110  # and no longer while it is busy
+            most = await loop.after(0.002, every)
+        assert most < 30  # no more begin once the loop is busy
+        assert not all(turn.done() for turn in waiting["flood"])
 
     run(scenario)
 
@@ -274,7 +276,7 @@ def test_who_asks_for_dear_calls_pays_for_them(dear_s: float) -> None:
             while due <= loop.now:
                 waiting["cheap"].append(loop.rates.begin("cheap"))
                 due += 1 / 300
-            while len(waiting["dear"]) < 300:
+            while len(waiting["dear"]) < 30:
                 waiting["dear"].append(loop.rates.begin("dear"))
             if loop.now >= round_at + 0.002:
                 round_at = loop.now
