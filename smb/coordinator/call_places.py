@@ -23,7 +23,7 @@ import grpc.aio
 from google.protobuf.message import Message
 
 from smb.coordinator.call_rates import CallRates, LoopTime
-from smb.coordinator.limits import CALLS_MAX, CALLS_PER_CERTIFICATE_MAX, CALLS_WAITING_MAX
+from smb.coordinator.limits import CALLS_MAX, CALLS_PER_CERTIFICATE_MAX
 from smb.errors import NOT_APPLIED, UnavailableError
 from smb.rpc import control_pb2 as pb
 from smb.security.roles import Caller, Role, caller
@@ -148,10 +148,9 @@ class CallPlaces(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
             return None
         try:
             turn = self._rates.begin(who.key, _kind(method))
-        except asyncio.QueueFull:
+        except asyncio.QueueFull as full:
             raise BusyError(
-                f"{method}: {CALLS_WAITING_MAX} calls of {who} wait already; nothing was changed, try again later",
-                outcome=NOT_APPLIED,
+                f"{method} of {who}: {full}; nothing was changed, try again later", outcome=NOT_APPLIED
             ) from None
         if turn.done():
             return turn.result()

@@ -6,13 +6,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Generator
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from smb.coordinator.limits import CALLS_WAITING_MAX
+from smb.coordinator.limits import CALLS_WAITING_MAX, CALLS_WAITING_PER_CERTIFICATE_MAX
 
 SHARE = 0.5  # of the loop's time, for a certificate that asks without pause while others ask, too
 SHARE_OF_MANY = 0.25  # while more than MANY of its calls wait: then they are taken faster from gRPC's queue
@@ -109,6 +109,7 @@ class CallRates:
         self._last = ""  # the certificate of the last call
         self._several_until = 0.0
         self._buckets: dict[str, _Bucket] = {}
+        self._waiting: Counter[str] = Counter()  # by certificate
         self._crowded: dict[_Bucket, None] = {}  # those of which calls wait; the first has its turn
         self._round: tuple[float, float] | None = None  # clock and busy time when the last round began, while any wait
         self._idle = 0.0  # the part of a round's time in which calls begin beside, since the loop would be idle
@@ -121,7 +122,7 @@ class CallRates:
     def begin(self, certificate: str, kind: str = "") -> asyncio.Future[float]:
         """Return a future that is done when a call that has just come may begin, perhaps already. Its result is for
         `took`. A caller that does not wait any more cancels it. Calls of another kind have a bucket of their own.
-        Raises asyncio.QueueFull if CALLS_WAITING_MAX calls wait.
+        Raises asyncio.QueueFull, which says why, if too many calls wait.
         """
         now = self._clock()
         if now >= self._since + _WINDOW_S:
@@ -130,19 +131,28 @@ class CallRates:
             self._several_until = now + OTHERS_S
         self._last = certificate
         bucket = self._buckets.setdefault(f"{certificate} {kind}", _Bucket())
-        if len(bucket.waiting) >= CALLS_WAITING_MAX:
-            raise asyncio.QueueFull
         turn: asyncio.Future[float] = asyncio.get_running_loop().create_future()
         if not bucket.waiting and self._may_begin(bucket, now):
             self._let_begin(bucket, turn, now)
             return turn
+        if self._waiting[certificate] >= CALLS_WAITING_PER_CERTIFICATE_MAX:
+            raise asyncio.QueueFull(f"{CALLS_WAITING_PER_CERTIFICATE_MAX} calls of the same certificate wait already")
+        if self._waiting.total() >= CALLS_WAITING_MAX:
+            raise asyncio.QueueFull(f"{CALLS_WAITING_MAX} calls wait already")
         bucket.waiting[turn] = None
         self._crowded[bucket] = None
-        turn.add_done_callback(lambda done: bucket.waiting.pop(done, None))
+        self._waiting[certificate] += 1
+        turn.add_done_callback(lambda done: self._waits_no_more(certificate, bucket, done))
         if self._round is None:
             self._round, self._idle, self._idle_s = (now, self._busy()), 0.0, 0.0
             asyncio.get_running_loop().call_later(_ROUND_S, self._begin_round)
         return turn
+
+    def _waits_no_more(self, certificate: str, bucket: _Bucket, turn: asyncio.Future[float]) -> None:
+        bucket.waiting.pop(turn, None)
+        self._waiting[certificate] -= 1
+        if not self._waiting[certificate]:
+            del self._waiting[certificate]
 
     def took(self, certificate: str, kind: str, charged_s: float, seconds: float) -> None:
         """Count what a call's handler has taken of the loop. `charged_s`: the result of `begin`."""

@@ -16,7 +16,7 @@ import pytest
 from smb.coordinator import call_places, call_rates
 from smb.coordinator.call_places import BusyError, CallPlaces
 from smb.coordinator.call_rates import MANY, OTHERS_S, SAVED_S, SHARE, SHARE_OF_MANY, CallRates, LoopTime, busy_s
-from smb.coordinator.limits import CALLS_PER_CERTIFICATE_MAX, CALLS_WAITING_MAX
+from smb.coordinator.limits import CALLS_PER_CERTIFICATE_MAX
 from smb.rpc import control_pb2 as pb
 from smb.security import roles
 from smb.security.roles import Caller, Role
@@ -163,7 +163,7 @@ def test_calls_of_another_kind_have_a_bucket_of_their_own() -> None:
 
 
 def test_no_more_calls_wait_than_may_and_who_goes_away_leaves_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(call_rates, "CALLS_WAITING_MAX", 100)
+    monkeypatch.setattr(call_rates, "CALLS_WAITING_PER_CERTIFICATE_MAX", 100)
 
     async def scenario() -> None:
         loop = Loop().with_others()
@@ -177,6 +177,35 @@ def test_no_more_calls_wait_than_may_and_who_goes_away_leaves_room(monkeypatch: 
         await asyncio.sleep(0)
         assert loop.begin() is not None
         assert await loop.after(10 / PER_S, turns[50:]) == pytest.approx(9, abs=2)
+
+    run(scenario)
+
+
+def test_calls_of_all_certificates_that_wait_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls of both kinds together, of one certificate and of all. A call that need not wait begins nevertheless."""
+    monkeypatch.setattr(call_rates, "CALLS_WAITING_PER_CERTIFICATE_MAX", 10)
+    monkeypatch.setattr(call_rates, "CALLS_WAITING_MAX", 15)
+
+    async def scenario() -> None:
+        loop = Loop().with_others()
+        for who in ("flood", "other"):
+            for kind in ("", "sessions"):
+                loop.begin(who, kind)
+                loop.rates._buckets[f"{who} {kind}"].take(1000.0, loop.now)
+        waiting = [loop.rates.begin("flood", kind) for kind in ("", "sessions") for _ in range(5)]
+        for kind in ("", "sessions"):
+            with pytest.raises(asyncio.QueueFull, match=r"^10 calls of the same certificate wait already"):
+                loop.begin("flood", kind)
+        for _ in range(5):
+            assert loop.begin("other") is not None
+        with pytest.raises(asyncio.QueueFull, match=r"^15 calls wait already"):
+            loop.begin("other", "sessions")
+        assert loop.begin("third") is None
+        for turn in waiting:
+            turn.cancel()
+        await asyncio.sleep(0)
+        assert loop.begin("other", "sessions") is not None
+        assert loop.rates._waiting == {"other": 6}
 
     run(scenario)
 
@@ -372,7 +401,7 @@ class Port:
         self.kinds.append(kind)
         waits = next(self._waits)
         if waits is None:
-            raise asyncio.QueueFull
+            raise asyncio.QueueFull("7 calls wait already")
         turn: asyncio.Future[float] = asyncio.get_running_loop().create_future()
         if not waits:
             turn.set_result(0.25)
@@ -412,7 +441,9 @@ def test_a_call_that_is_to_wait_begins_later_and_operators_never_wait(
         assert port.begun == ["Overview", "Leader", "Leader"]
         assert port.kinds == ["", "", "sessions", ""]
         assert port.charged == [("", 0.25)]
-        with pytest.raises(BusyError, match=f"^ListServers: {CALLS_WAITING_MAX} calls of a certificate") as refused:
+        with pytest.raises(
+            BusyError, match=r"^ListServers of .* role reader, .*: 7 calls wait already; nothing"
+        ) as refused:
             await port.call(READER, "ListServers", pb.ListServersRequest())
         assert refused.value.outcome == "not applied"
         for each in waiting:
