@@ -61,7 +61,9 @@ class Lock:
     ```
 
     With shared=True any number of clients hold the lock at once, and none holds it alone meanwhile. A client that asks
-    for it while another one waits to have it alone waits behind that one. All holders at one time have the same token.
+    for it while another one waits to have it alone waits behind that one. A client that shares it already does not: it
+    may share it again at once, since otherwise it could wait for itself. Who waits to have the lock alone therefore
+    waits until each client has released all its shared holdings. All holders at one time have the same token.
     A shared holding is lost once its lease has ended and another client has had the lock alone since. A client that
     holds a lock shared cannot have it alone as well: release the shared holding first.
 

@@ -9,7 +9,7 @@ struct pin *pins_find(const struct pins *pins, uint64_t session, uint64_t name)
     return TREE_OWNER(tree_find(&pins->names, session, name), struct pin, by_name);
 }
 
-static struct pin *first_of(const struct pins *pins, uint64_t session)
+struct pin *pins_of(const struct pins *pins, uint64_t session)
 {
     struct pin *pin = TREE_OWNER(tree_from(&pins->names, session, 0), struct pin, by_name);
     return pin && pin->session == session ? pin : NULL;
@@ -18,7 +18,7 @@ static struct pin *first_of(const struct pins *pins, uint64_t session)
 static bool has_most(const struct pins *pins, uint64_t session)
 {
     uint64_t count = 0;
-    const struct pin *pin = first_of(pins, session);
+    const struct pin *pin = pins_of(pins, session);
     while (pin && pin->session == session && ++count < SESSION_PINS_MAX)
         pin = TREE_OWNER(tree_next(&pin->by_name), struct pin, by_name);
     return count == SESSION_PINS_MAX;
@@ -58,7 +58,7 @@ void pins_drop(struct pins *pins, struct pin *pin)
 
 void pins_drop_session(struct pins *pins, uint64_t session)
 {
-    for (struct pin *pin = first_of(pins, session); pin; pin = first_of(pins, session))
+    for (struct pin *pin = pins_of(pins, session); pin; pin = pins_of(pins, session))
         pins_drop(pins, pin);
 }
 

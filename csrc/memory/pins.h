@@ -23,6 +23,8 @@ struct pins {
 
 /* NULL: not found. */
 struct pin *pins_find(const struct pins *pins, uint64_t session, uint64_t name);
+/* The session's pin with the lowest name; NULL: it has none. */
+struct pin *pins_of(const struct pins *pins, uint64_t session);
 /* Adds a pin under a name that is not in use. NULL: out of memory, or the session has
  * SESSION_PINS_MAX pins. */
 struct pin *pins_add(struct pins *pins, uint64_t session, uint64_t name, uint64_t version,

@@ -17,8 +17,9 @@
  *                  holder: the same answer; the ttl starts again.
  *                  For the user's lock, SYNC_SHARED << 8 asks for a shared holding: all shared
  *                  holders have one token, and nobody holds the lock alone. A request that comes
- *                  while others wait waits behind them. b: the holding's name. OUT_OF_MEMORY: the
- *                  session has too many.
+ *                  while others wait waits behind them, unless its session shares the lock: it
+ *                  would wait for itself. b: the holding's name. OUT_OF_MEMORY: the session has
+ *                  too many.
  *   UNLOCK         argument: which lock, and SYNC_SHARED. w: token, and a shared holding's name.
  *                  OK (also repeated), LOCK_LOST: another holder may have been granted the lock.
  *   RENEW          argument: which lock, and SYNC_SHARED. w: token, ttl_ms, and a shared holding's

@@ -43,6 +43,13 @@ static struct pin *holder_of(const struct sync *sync, uint64_t session, uint64_t
                                                                                           : NULL;
 }
 
+static bool shares(const struct sync *sync, uint64_t session, uint64_t now_ns)
+{
+    const struct sync_lock_words *lock = &sync->words->locks[SYNC_USER];
+    const struct pin *any = pins_of(&sync->holders, session);
+    return any && is_shared(lock, now_ns) && any->version == word_get(&lock->token);
+}
+
 /* NULL: out of memory, or the session has too many. */
 static struct pin *add_holder(struct sync *sync, uint64_t session, uint64_t name, uint64_t token,
                               uint64_t expires_ns)
@@ -224,6 +231,21 @@ void lock_grant_next(struct sync *sync, int which, uint64_t now_ns, struct news 
         news_due(news, pins_end_ns(sync, &first->request));
 }
 
+/* A session that shares the lock does not wait behind one that waits for it: neither wait would end.
+ * What it asked for before it was known to share the lock (before its first renewal after a
+ * restart) is granted here. */
+static void grant_to_sharer(struct sync *sync, uint64_t session, uint64_t now_ns, struct news *news)
+{
+    struct waiter *waiter = queue_first_of_session(&sync->locks[SYNC_USER], session);
+    while (waiter && waiter->request.session == session) {
+        struct waiter *after = TREE_OWNER(tree_next(&waiter->by_name), struct waiter, by_name);
+        const struct sync_request *request = &waiter->request;
+        if (request->shared && may_grant(sync, SYNC_USER, request, now_ns))
+            queue_answer(sync, waiter, grant(sync, SYNC_USER, request, now_ns, news), news);
+        waiter = after;
+    }
+}
+
 struct sync_answer lock_late(const struct sync *sync, const struct sync_request *request,
                              uint64_t now_ns)
 {
@@ -294,7 +316,9 @@ int lock_ask(struct sync *sync, struct waiter *waiter, uint64_t now_ns, struct s
     drop_repeated(sync, &sync->locks[which], request, news);
     /* grants to earlier requests, if the lock is free by now */
     lock_grant_next(sync, which, now_ns, news);
-    if (!queue_first(&sync->locks[which]) && may_grant(sync, which, request, now_ns)) {
+    bool next = !queue_first(&sync->locks[which]) ||
+                (request->shared && shares(sync, request->session, now_ns));
+    if (next && may_grant(sync, which, request, now_ns)) {
         *reply = grant(sync, which, request, now_ns, news);
         return reply->status;
     }
@@ -376,6 +400,7 @@ static int renew_shared(struct sync *sync, const struct sync_request *request, u
     if (!holder)
         return SMB_OUT_OF_MEMORY;
     renew_holder(sync, holder, expires_ns, news);
+    grant_to_sharer(sync, request->session, now_ns, news);
     return SMB_OK;
 }
 

@@ -91,6 +91,21 @@ def test_who_waits_to_have_it_alone_is_not_passed(
     assert order == ["alone", "shared", "shared"]
 
 
+def test_who_shares_it_does_not_wait_for_itself(
+    cluster: smb.LocalCluster, client: smb.Client, connect: Connect
+) -> None:
+    """A nested call shares it again while another client waits to have it alone, who gets it after both."""
+    other = connect(FAR)
+    with client.lock("nested", shared=True) as outer:
+        found = other.submit(lambda: other.lock("nested", timeout=WAIT_S).acquire())
+        wait_for(lambda: waiting(cluster) == 1, "it to wait")
+        with client.lock("nested", shared=True, timeout=0) as inner:
+            assert inner.token == outer.token
+        outer.check()
+        assert not found.done()
+    found.result(WAIT_S).release()
+
+
 def test_what_makes_no_sense_with_shared_locks_is_refused(client: smb.Client, connect: Connect) -> None:
     """Who shares it cannot have it alone as well; another client waits; shared must be True or False."""
     buffer = client.create("w", 10)

@@ -75,6 +75,43 @@ static void many_or_one(void)
     place_end(&place);
 }
 
+/* A session that shares it does not wait behind one that waits for that session: neither wait would
+ * end. Others still wait, and after a restart it is the renewal that tells who shares it. */
+static void nobody_waits_for_itself(void)
+{
+    struct place place;
+    struct asked a, nested[2], alone, other;
+    place_make(&place);
+    CHECK_EQ(share(&place, &a, 1, 1, 0), SMB_OK);
+    CHECK_EQ(lock(&place, &alone, 2, 1, FOREVER, 0), SMB_DEFERRED);
+    CHECK_EQ(share(&place, &other, 3, 1, FOREVER), SMB_DEFERRED);
+    CHECK_EQ(share(&place, &nested[0], 1, 2, 0), SMB_OK);
+    CHECK(nested[0].answer.a == a.answer.a && nested[0].answer.b != a.answer.b);
+    CHECK_EQ(ask(&place, &nested[1], SMB_LOCK, 1, 3, SYNC_USER, 1000, 0, 0), SMB_TIMEOUT);
+    CHECK_EQ(let_go(&place, 1, &a), SMB_OK);
+    CHECK(alone.answers == 0 && other.answers == 0);
+    CHECK_EQ(let_go(&place, 1, &nested[0]), SMB_OK);
+    CHECK(alone.answers == 1 && other.answers == 0); /* the first ones come next, in order */
+    CHECK_EQ(quick(&place, SMB_UNLOCK, SYNC_USER, alone.answer.a, 0), SMB_OK);
+    CHECK_EQ(other.answers, 1);
+    CHECK_EQ(let_go(&place, 3, &other), SMB_OK);
+
+    CHECK_EQ(ask(&place, &a, SMB_LOCK, 1, 4, SHARED, 60000, 0, 0), SMB_OK);
+    place_restart(&place);
+    CHECK_EQ(lock(&place, &alone, 2, 2, FOREVER, 0), SMB_DEFERRED);
+    CHECK_EQ(share(&place, &nested[0], 1, 5, FOREVER), SMB_DEFERRED);
+    CHECK_EQ(share(&place, &other, 3, 2, FOREVER), SMB_DEFERRED);
+    CHECK_EQ(share(&place, &nested[1], 1, 6, FOREVER), SMB_DEFERRED);
+    CHECK_EQ(renew(&place, 1, &a), SMB_OK);
+    CHECK_EQ(nested[0].answers, 0); /* nobody gets it so soon after a restart */
+    pass(&place, SYNC_GRACE_MS * MS);
+    CHECK_EQ(renew(&place, 1, &a), SMB_OK);
+    CHECK(nested[0].answers == 1 && nested[0].answer.status == SMB_OK);
+    CHECK(nested[1].answers == 1 && nested[1].answer.a == a.answer.a);
+    CHECK(alone.answers == 0 && other.answers == 0);
+    place_end(&place);
+}
+
 /* What is no holding cannot be released or renewed as one, and a request that makes no sense is
  * refused. */
 static void what_is_refused(void)
@@ -330,8 +367,10 @@ static void at_random(void)
 int main(void)
 {
     static const struct test tests[] = {
-        TEST(many_or_one), TEST(what_is_refused), TEST(leases),    TEST(sessions_end),
-        TEST(restarts),    TEST(at_another_copy), TEST(at_random),
+        TEST(many_or_one),     TEST(nobody_waits_for_itself),
+        TEST(what_is_refused), TEST(leases),
+        TEST(sessions_end),    TEST(restarts),
+        TEST(at_another_copy), TEST(at_random),
     };
     return RUN_TESTS(tests);
 }
