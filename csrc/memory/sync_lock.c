@@ -184,6 +184,8 @@ static struct sync_answer grant(struct sync *sync, int which, const struct sync_
     counter_add(&sync->counters->granted);
     news_due(news, expires_ns);
     if (joins) {
+        /* set if a kill came between the last holder's UNLOCK and its effect */
+        word_put(&lock->released, word_get(&lock->released) & ~lock_released_bit(token));
         if (word_get(&lock->expires_ns) < expires_ns)
             lock_set_expiry(sync, lock, expires_ns);
         return granted(sync, request);

@@ -131,6 +131,36 @@ static void published_and_killed(void)
     }
 }
 
+enum { SHARED = SYNC_USER | SYNC_SHARED << SYNC_LOCK_BITS };
+
+static void share_and_release(struct place *place)
+{
+    struct asked one, made;
+    CHECK_EQ(ask(place, &one, SMB_LOCK, 1, 1, SHARED, 5000, 0, 0), SMB_OK);
+    ask(place, &made, SMB_UNLOCK, 1, 2, SHARED, one.answer.a, one.answer.b, 0);
+}
+
+/* The last of those who shared a lock was releasing it at the kill. Who comes to share it after the
+ * restart has the same token, but has not released it, and hears so after another had it alone. */
+static void released_killed_and_shared_again(void)
+{
+    struct place place;
+    struct asked joined, alone, made;
+    place_make(&place);
+    kill_at(&place, "sync.releasing", share_and_release);
+    uint64_t token = place.words->locks[SYNC_USER].token;
+    place_restart(&place);
+    pass(&place, SYNC_GRACE_MS * MS);
+    CHECK_EQ(ask(&place, &joined, SMB_LOCK, 2, 1, SHARED, 1000, 0, 0), SMB_OK);
+    CHECK_EQ(joined.answer.a, token);
+    pass(&place, 5 * SECOND);
+    CHECK_EQ(lock(&place, &alone, 3, 1, 0, 0), SMB_OK);
+    CHECK_EQ(ask(&place, &made, SMB_UNLOCK, 2, 2, SHARED, token, joined.answer.b, 0),
+             SMB_LOCK_LOST);
+    CHECK_EQ(quick(&place, SMB_UNLOCK, SYNC_USER, alone.answer.a, 0), SMB_OK);
+    place_end(&place);
+}
+
 static void break_the_round(struct place *place)
 {
     struct asked asked;
@@ -582,6 +612,7 @@ int main(void)
     static const struct test tests[] = {
         TEST(killed_at_every_store),
         TEST(published_and_killed),
+        TEST(released_killed_and_shared_again),
         TEST(broken_and_killed),
         TEST(killed_at_random),
         TEST(garbage),
