@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from functools import partial
 from types import TracebackType
 
-from smb.call.lock_renewals import Renewals
+from smb.call.lock_renewals import NO_HOLDING, Holding, Renewals
 from smb.call.sync_requests import (
     SHARED_LOCK,
     USER_LOCK,
@@ -88,12 +88,13 @@ class Lock:
             raise InvalidArgumentError(f"lock {homes[0].what}: shared must be True or False, not {shared!r}")
         self.shared = shared
         self._which = SHARED_LOCK if shared else USER_LOCK
-        self._name = 0  # of a shared holding, at the server
         self._home, self._others = homes[0], homes[1:]
         self._renewals = renewals
         self._ttl_ms = round(ttl * 1000)
         self._timeout = timeout
-        self._token = 0
+        # The token, and a shared holding's name at the server. Always read or changed as one: later holdings of this
+        # object may have the same token.
+        self._holding = NO_HOLDING
         self._expires = 0.0
         self._lost = False
         self._released = False
@@ -101,7 +102,8 @@ class Lock:
 
     def __repr__(self) -> str:
         held = "shared" if self.shared else "held"
-        state = "lost" if self._lost else f"{held}, token {self._token}" if self._token else "not held"
+        token = self._holding[0]
+        state = "lost" if self._lost else f"{held}, token {token}" if token else "not held"
         return f"<smb.Lock {self._home.what}, {state}>"
 
     @property
@@ -109,17 +111,22 @@ class Lock:
         """The fencing token of this holding: every later one is higher, and those who share the lock have the same one.
         Raises InvalidArgumentError unless the lock is taken.
         """
-        if self._token == 0:
+        return self._present()[0]
+
+    def _present(self) -> Holding:
+        holding = self._holding
+        if holding == NO_HOLDING:
             when = "was released; take it again" if self._released else "is not held; enter it first"
             raise InvalidArgumentError(f"lock {self._home.what}: the lock {when} (with lock: ...)")
-        return self._token
+        return holding
 
     @property
     def held(self) -> bool:
         """True if this client holds the lock, as far as it knows without asking. False once it knows that its session
         has ended, since that gave up the lock. Does not block.
         """
-        return self._token != 0 and not self._lost and time.monotonic() < self._expires and self._home.in_session
+        known = self._holding != NO_HOLDING and not self._lost
+        return known and time.monotonic() < self._expires and self._home.in_session
 
     def acquire(self) -> Lock:
         """Take the lock. Blocks for at most the lock's `timeout` seconds. Raises TimeoutError, UnavailableError.
@@ -135,7 +142,7 @@ class Lock:
         ```
         """
         asked = f"lock {self._home.what}"
-        if self._token != 0:
+        if self._holding != NO_HOLDING:
             raise InvalidArgumentError(
                 f"{asked}: this object already holds the lock; use another Lock object to wait for it"
             )
@@ -158,10 +165,10 @@ class Lock:
                 )
                 late.holder = reply.client or "another client"
                 raise late
-            self._token, self._lost, self._name = reply.a, False, reply.b
+            self._lost, self._holding = False, (reply.a, reply.b if self.shared else 0)
             self._expires = time.monotonic() + self._ttl_ms / 1000
             if self._others:  # do this before anything is changed under the lock: servers must refuse lower tokens
-                raise_fences(self._others, USER_LOCK, self._token, asked)
+                raise_fences(self._others, USER_LOCK, reply.a, asked)
             self._renewals.add(self, self._ttl_ms / 1000 / _RENEWALS_PER_TTL)
         except BaseException as error:
             self._give_up(asked)
@@ -173,12 +180,12 @@ class Lock:
 
     def _give_up(self, asked: str) -> None:
         """Release the lock after a failed acquire, if it was taken. If that fails, the lock ends with its ttl."""
-        token, self._token = self._token, 0
-        if token == 0:
+        holding, self._holding = self._holding, NO_HOLDING
+        if holding == NO_HOLDING:
             return
         self._renewals.remove(self)
         with contextlib.suppress(Error):
-            self._home.ask(f"release of {asked}", AskOpcode.UNLOCK, self._which, self._holding(token))
+            self._home.ask(f"release of {asked}", AskOpcode.UNLOCK, self._which, self._words(holding))
 
     def release(self) -> None:
         """Release the lock. Raises LockLostError if it was lost before, InvalidArgumentError if it was not taken.
@@ -192,23 +199,24 @@ class Lock:
         lock.held  # False
         ```
         """
-        token = self.token
+        holding = self._present()
         try:
             self._renewals.remove(self)
-            self._token, self._released = 0, True
+            self._holding, self._released = NO_HOLDING, True
             if self._lost:
                 raise self._lost_error("release")
             asked = f"release of lock {self._home.what}"
-            self._home.ask(asked, AskOpcode.UNLOCK, self._which, self._holding(token))
+            self._home.ask(asked, AskOpcode.UNLOCK, self._which, self._words(holding))
         except Error:
             raise
         except BaseException as error:
             outcome_unknown(error)
             raise
 
-    def _holding(self, token: int, *words: int) -> tuple[int, ...]:
+    def _words(self, holding: Holding, *words: int) -> tuple[int, ...]:
         """Return the words of a request about this holding."""
-        return (token, *words, self._name) if self.shared else (token, *words)
+        token, name = holding
+        return (token, *words, name) if self.shared else (token, *words)
 
     def check(self) -> None:
         """Ask the server whether this client still holds the lock, and renew it. Raises LockLostError,
@@ -219,13 +227,13 @@ class Lock:
             lock.check()  # None: the lock is still held
         ```
         """
-        token = self.token
+        holding = self._present()
         if self._lost:
             raise self._lost_error("check")
         began = time.monotonic()
-        pending = self.start_renewal()
+        pending = self.start_renewal(holding)
         try:
-            self.finish_renewal(pending, token, began)
+            self.finish_renewal(holding, pending, began)
         finally:
             pending.end()
 
@@ -246,7 +254,7 @@ class Lock:
         try:
             return await cancellation.to_thread(self.acquire)
         except asyncio.CancelledError:
-            if self._token != 0:  # cancelled at the moment at which the lock was granted
+            if self._holding != NO_HOLDING:  # cancelled at the moment at which the lock was granted
                 await cancellation.finished(partial(self.__exit__, None, None, None))
             raise
 
@@ -260,12 +268,17 @@ class Lock:
 
     # ---- for Renewals and Buffer
 
-    def start_renewal(self) -> PendingRequest:
-        """Send a renewal."""
-        return self._home.start(AskOpcode.RENEW, self._which, self._holding(self._token, self._ttl_ms))
+    @property
+    def holding(self) -> Holding:
+        """The present holding, NO_HOLDING if there is none."""
+        return self._holding
 
-    def finish_renewal(self, pending: PendingRequest, token: int, began: float) -> None:
-        """Receive the reply to a renewal. Raises LockLostError, UnavailableError."""
+    def start_renewal(self, holding: Holding) -> PendingRequest:
+        """Send a renewal of that holding."""
+        return self._home.start(AskOpcode.RENEW, self._which, self._words(holding, self._ttl_ms))
+
+    def finish_renewal(self, holding: Holding, pending: PendingRequest, began: float) -> None:
+        """Receive the reply to that renewal. Raises LockLostError, UnavailableError."""
         asked = f"renewal of lock {self._home.what}"
         try:
             try:
@@ -274,21 +287,25 @@ class Lock:
                 if self._home.named and not isinstance(error, SegmentMovedError):
                     raise
                 # ask() follows the segment
-                self._home.ask(asked, AskOpcode.RENEW, self._which, self._holding(token, self._ttl_ms))
+                self._home.ask(asked, AskOpcode.RENEW, self._which, self._words(holding, self._ttl_ms))
         except LockLostError:
-            self.lose(token)
+            self._lose_holding(holding)
             raise
         except NotFoundError as error:
             if not self._home.named:
                 raise
-            self.lose(token)  # only a lock that nobody holds is freed
+            self._lose_holding(holding)  # only a lock that nobody holds is freed
             raise self._lost_error("renewal") from error
-        if self._token == token:
+        if self._holding == holding:
             self._expires = began + self._ttl_ms / 1000
 
+    def _lose_holding(self, holding: Holding) -> None:
+        if self._holding == holding:
+            self.lose(holding[0])
+
     def lose(self, token: int) -> None:
-        """Note that the coordinator or a server has reported this holding of the lock as lost."""
-        if self._token == token and not self._lost:
+        """Note that the coordinator or a server has reported the token as lost, and with it all who share it."""
+        if self._holding[0] == token and not self._lost:
             self._lost = True
             self._renewals.lost += 1
 

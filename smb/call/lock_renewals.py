@@ -14,21 +14,24 @@ from smb.errors import Error, InvalidArgumentError
 
 _log = logging.getLogger("smb")
 
+Holding = tuple[int, int]  # token, and the name at the server of a holding that is shared; no two are equal
+NO_HOLDING: Holding = (0, 0)
+
 
 class Renewed(Protocol):
     """What the renewals need of a lock."""
 
     @property
-    def token(self) -> int:
-        """The fencing token of this holding. Raises InvalidArgumentError after the release."""
+    def holding(self) -> Holding:
+        """The present holding. NO_HOLDING after the release."""
 
     @property
     def held(self) -> bool:
         """True while the lock is held, as far as this process knows."""
 
-    def start_renewal(self) -> PendingRequest: ...
+    def start_renewal(self, holding: Holding) -> PendingRequest: ...
 
-    def finish_renewal(self, pending: PendingRequest, token: int, began: float) -> None:
+    def finish_renewal(self, holding: Holding, pending: PendingRequest, began: float) -> None:
         """Process the answer to a renewal. Raises LockLostError, UnavailableError."""
 
 
@@ -107,11 +110,13 @@ class Renewals:
             del due, lock
 
     def _renew(self, key: int, lock: Renewed) -> None:
+        began, holding = time.monotonic(), lock.holding
         try:
-            began, token = time.monotonic(), lock.token
-            pending = lock.start_renewal()
+            if holding == NO_HOLDING:
+                return
+            pending = lock.start_renewal(holding)
             try:
-                lock.finish_renewal(pending, token, began)
+                lock.finish_renewal(holding, pending, began)
             finally:
                 pending.end()
         except InvalidArgumentError:

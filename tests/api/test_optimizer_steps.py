@@ -264,7 +264,7 @@ def test_fence(client: smb.Client, connect: Connect) -> None:
     held.release()
     with connect().open("w").lock():
         stale = w.lock()
-        stale._token = token  # as one that was stopped past its lease has it
+        stale._holding = (token, 0)  # as one that was stopped past its lease has it
         with pytest.raises(smb.LockLostError, match="nothing was applied"):
             w.apply("momentum", g, m, lr=-1, mu=1, fence=stale)
     assert (w.read() == 1).all()

@@ -159,6 +159,24 @@ def test_a_shared_holding_is_renewed_and_refused_once_it_is_lost(client: smb.Cli
     assert (buffer.read() == 1).all()
 
 
+def test_a_late_refusal_is_about_the_former_holding(client: smb.Client, connect: Connect) -> None:
+    """The same object shares it again, under the same token, while a renewal of its released holding is under way."""
+    other, lock = connect(FAR).lock("again", shared=True), client.lock("again", shared=True)
+    with other:
+        with lock:
+            former = lock.holding
+        pending = lock.start_renewal(former)
+        with lock:
+            assert (lock.token, lock.holding != former) == (former[0], True)
+            try:
+                with pytest.raises(smb.LockLostError):
+                    lock.finish_renewal(former, pending, time.monotonic())
+            finally:
+                pending.end()
+            assert lock.held
+            lock.check()
+
+
 @pytest.mark.parametrize("how", ["killed", "closed"])
 def test_a_holder_that_dies_or_leaves_frees_its_share(cluster: smb.LocalCluster, connect: Connect, how: str) -> None:
     """Killed, within its ttl; closed, at once. The other holders go on."""
