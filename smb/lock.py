@@ -46,6 +46,10 @@ def check_times(asked: str, ttl: object, timeout: object) -> None:
         raise InvalidArgumentError(f"{asked}: timeout must be at least 0, not {timeout!r}")
 
 
+def _of_an_older_release(error: InvalidArgumentError) -> InvalidArgumentError:
+    return InvalidArgumentError(f"{error}: it is of a release without shared locks; update it")
+
+
 class Lock:
     """A lock that one client at a time holds, in the order in which clients asked. Made by Client.lock and Buffer.lock.
 
@@ -174,7 +178,7 @@ class Lock:
             self._give_up(asked)
             outcome_unknown(error)
             if self.shared and isinstance(error, InvalidArgumentError):
-                raise InvalidArgumentError(f"{error}: it is of a release without shared locks; update it") from error
+                raise _of_an_older_release(error) from error
             raise
         return self
 
@@ -291,6 +295,10 @@ class Lock:
         except LockLostError:
             self._lose_holding(holding)
             raise
+        except InvalidArgumentError as error:
+            if not self.shared:
+                raise
+            raise _of_an_older_release(error) from error
         except NotFoundError as error:
             if not self._home.named:
                 raise

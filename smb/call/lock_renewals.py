@@ -10,7 +10,7 @@ from typing import Protocol
 
 from smb.config.conditions import condition
 from smb.engine import PendingRequest
-from smb.errors import Error, InvalidArgumentError
+from smb.errors import Error
 
 _log = logging.getLogger("smb")
 
@@ -119,9 +119,8 @@ class Renewals:
                 lock.finish_renewal(holding, pending, began)
             finally:
                 pending.end()
-        except InvalidArgumentError:
-            pass  # the lock was released in the meantime
         except Error as error:
-            _log.warning("%s", error)
+            if lock.holding == holding:  # else it was released meanwhile, so it need not be renewed
+                _log.warning("%s", error)
         finally:
             self._busy.discard(key)

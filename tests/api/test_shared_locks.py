@@ -177,6 +177,29 @@ def test_a_late_refusal_is_about_the_former_holding(client: smb.Client, connect:
             lock.check()
 
 
+def test_a_refused_renewal_is_logged_unless_the_lock_was_released(
+    client: smb.Client, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server of a release without shared locks, to which a failover may lead, calls their renewals invalid."""
+    renewals = client._session.renewals
+    with client.lock("old", ttl=60, shared=True) as lock:
+        known = lock._which
+        lock._which = known | 2 << 8  # no server knows such a lock
+        renewals._renew(0, lock)
+        lock._which = known
+    assert "refused the request as invalid: it is of a release without shared locks; update it" in caplog.text
+
+    def released_meanwhile(*_renewal: object) -> None:
+        released.release()
+        raise smb.LockLostError("too late")
+
+    released = client.lock("old", ttl=60, shared=True).acquire()
+    monkeypatch.setattr(released, "finish_renewal", released_meanwhile)
+    renewals._renew(0, released)
+    assert not released.held
+    assert "too late" not in caplog.text
+
+
 @pytest.mark.parametrize("how", ["killed", "closed"])
 def test_a_holder_that_dies_or_leaves_frees_its_share(cluster: smb.LocalCluster, connect: Connect, how: str) -> None:
     """Killed, within its ttl; closed, at once. The other holders go on."""
