@@ -26,7 +26,7 @@ void lock_set_expiry(struct sync *sync, struct sync_lock_words *lock, uint64_t e
     pthread_rwlock_unlock(&sync->fence);
 }
 
-/* ---- shared holders of the user's lock -------------------------------------------------------- */
+/* ---- shared holders of the user's lock ------------------------------------------------------ */
 
 static bool is_shared(const struct sync_lock_words *lock, uint64_t now_ns)
 {
@@ -114,7 +114,7 @@ void lock_forget_holders(struct sync *sync)
     sync->unknown_ns = word_get(&lock->session) == 0 ? word_get(&lock->expires_ns) : 0;
 }
 
-/* ---- grants ----------------------------------------------------------------------------------- */
+/* ---- grants --------------------------------------------------------------------------------- */
 
 static uint64_t pins_end_ns(const struct sync *sync, const struct sync_request *publisher)
 {
