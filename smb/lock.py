@@ -68,8 +68,9 @@ class Lock:
     for it while another one waits to have it alone waits behind that one. A client that shares it already does not: it
     may share it again at once, since otherwise it could wait for itself. Who waits to have the lock alone therefore
     waits until each client has released all its shared holdings. All holders at one time have the same token.
-    A shared holding is lost once its lease has ended and another client has had the lock alone since. A client that
-    holds a lock shared cannot have it alone as well: release the shared holding first.
+    A shared holding is lost once its lease has ended, whoever else shares the lock: from then on check(), release() and
+    changes with fence=lock may raise LockLostError, and they all do once another client has had the lock alone. A
+    client that holds a lock shared cannot have it alone as well: release the shared holding first.
 
     ```python
     with buffer.lock(shared=True) as lock:

@@ -159,6 +159,18 @@ def test_a_shared_holding_is_renewed_and_refused_once_it_is_lost(client: smb.Cli
     assert (buffer.read() == 1).all()
 
 
+def test_a_shared_holding_is_lost_with_its_lease(client: smb.Client, connect: Connect) -> None:
+    """Whoever else shares the lock, and although nobody has had it alone."""
+    with connect(FAR).lock("ended", shared=True):
+        lost = client.lock("ended", ttl=0.5 * SLOWNESS, shared=True).acquire()
+        client._session.renewals.remove(lost)
+        wait_for(lambda: not lost.held, "the end of its lease")
+        with pytest.raises(smb.LockLostError):
+            lost.check()
+        with pytest.raises(smb.LockLostError):
+            lost.release()
+
+
 def test_a_late_refusal_is_about_the_former_holding(client: smb.Client, connect: Connect) -> None:
     """The same object shares it again, under the same token, while a renewal of its released holding is under way."""
     other, lock = connect(FAR).lock("again", shared=True), client.lock("again", shared=True)

@@ -145,7 +145,8 @@ static void what_is_refused(void)
     place_end(&place);
 }
 
-/* Each lease ends by itself. Who has lost it hears so once somebody else has had the lock alone. */
+/* Each lease ends by itself. A renewal is refused from then on, a release once somebody else has had
+ * the lock alone. */
 static void leases(void)
 {
     struct place place;
