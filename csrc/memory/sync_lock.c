@@ -233,8 +233,8 @@ void lock_grant_next(struct sync *sync, int which, uint64_t now_ns, struct news 
         news_due(news, pins_end_ns(sync, &first->request));
 }
 
-/* A session that shares the lock does not wait behind one that waits for it: neither wait would end.
- * What it asked for before it was known to share the lock (before its first renewal after a
+/* A session that shares the lock does not wait behind one that waits for it: neither wait would
+ * end. What it asked for before it was known to share the lock (before its first renewal after a
  * restart) is granted here. */
 static void grant_to_sharer(struct sync *sync, uint64_t session, uint64_t now_ns, struct news *news)
 {
