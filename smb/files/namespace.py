@@ -848,11 +848,12 @@ class NameTree:
             found = self._look(node.path) if node.path not in self._hidden else None
             live = None
             if found is not None:
+                buffer: Buffer | None = None
                 with suppress(NotFoundError):  # another client has deleted it since the listing
                     buffer = self._catalogue.open(found.shown.name)
                 found = self._look(node.path)  # with the attributes that others have set until now
-                if found is not None and (buffer.info.id, staged.nbytes) == (found.info.id, found.view.nbytes):
-                    live = Live(buffer, found.view)
+                if found is not None and buffer is not None and buffer.info.id == found.info.id:
+                    live = Live(buffer, found.view) if found.view.nbytes == staged.nbytes else None
             attributes = node.attributes
             if found is not None:
                 there = decode(found.info.file_attributes)
