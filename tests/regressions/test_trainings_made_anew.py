@@ -225,8 +225,8 @@ def stop(monkeypatch: pytest.MonkeyPatch) -> Callable[[smb.Client], None]:
     """Renew no lock of this client any more, as if it was stopped: it loses the setup lock, whose lease is short."""
     init = Lock.__init__
 
-    def brief(lock: Lock, homes: Any, renewals: Any, ttl: float, *rest: Any) -> None:
-        init(lock, homes, renewals, TTL_S if homes[0].what == repr("run/setup") else ttl, *rest)
+    def brief(lock: Lock, homes: Any, renewals: Any, ttl: float, *rest: Any, **options: Any) -> None:
+        init(lock, homes, renewals, TTL_S if homes[0].what == repr("run/setup") else ttl, *rest, **options)
 
     monkeypatch.setattr(Lock, "__init__", brief)
 
