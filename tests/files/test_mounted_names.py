@@ -21,7 +21,7 @@ from safetensors.numpy import load_file, save_file
 import smb
 from tests.fault.long import LIMIT_S, seed, times
 from tests.support.daemons import tidy, wait_for
-from tests.support.mounts import end_mount, names, needs_fuse, run, shown, start_mount, unmount
+from tests.support.mounts import names, needs_fuse, run, shown, two_mounts
 from tests.support.transports import SLOWNESS
 
 pytestmark = [needs_fuse, pytest.mark.timeout(LIMIT_S)]
@@ -41,13 +41,8 @@ def client(cluster: smb.LocalCluster) -> Iterator[smb.Client]:
 
 @pytest.fixture(scope="module")
 def mounts(cluster: smb.LocalCluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Path]]:
-    """Two mounts of one cluster."""
-    directories = [tmp_path_factory.mktemp("mount") / "files" for _ in range(2)]
-    processes = [start_mount(cluster, directory) for directory in directories]
-    yield directories
-    for process, directory in zip(processes, directories, strict=True):
-        unmount(directory)
-        end_mount(process, directory)
+    with two_mounts(cluster, tmp_path_factory) as directories:
+        yield directories
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ from smb.rpc.coordinator_client import Coordinator
 from smb.spi import rename_file
 from tests.fault.long import LIMIT_S
 from tests.support.daemons import tidy, wait_for
-from tests.support.mounts import end_mount, names, needs_fuse, run, shown, start_mount, unmount
+from tests.support.mounts import end_mount, names, needs_fuse, run, shown, start_mount, two_mounts, unmount
 
 pytestmark = [needs_fuse, pytest.mark.timeout(LIMIT_S)]
 PAST_NS = 1_234_567_890_123_456_789
@@ -48,12 +48,8 @@ def client(cluster: smb.LocalCluster) -> Iterator[smb.Client]:
 
 @pytest.fixture(scope="module")
 def mounts(cluster: smb.LocalCluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Path]]:
-    directories = [tmp_path_factory.mktemp("mount") / "files" for _ in range(2)]
-    processes = [start_mount(cluster, directory) for directory in directories]
-    yield directories
-    for process, directory in zip(processes, directories, strict=True):
-        unmount(directory)
-        end_mount(process, directory)
+    with two_mounts(cluster, tmp_path_factory) as directories:
+        yield directories
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
@@ -50,6 +51,17 @@ def shown(path: Path) -> Path:
     """Another client's new files show within a second."""
     wait_for(path.exists, f"{path} in the mount")
     return path
+
+
+@contextlib.contextmanager
+def two_mounts(cluster: HasAddress, factory: pytest.TempPathFactory) -> Iterator[list[Path]]:
+    """Two mounts of one cluster, which end with the block."""
+    directories = [factory.mktemp("mount") / "files" for _ in range(2)]
+    processes = [start_mount(cluster, directory) for directory in directories]
+    yield directories
+    for process, directory in zip(processes, directories, strict=True):
+        unmount(directory)
+        end_mount(process, directory)
 
 
 def is_mounted(directory: Path) -> bool:
