@@ -149,9 +149,10 @@ class RoleChanges:
     def _age_s(self, moment: Instant) -> float:
         return self._commit_log.now().monotonic - moment.monotonic
 
-    async def unproven_copies(self, segment_ids: Collection[int]) -> frozenset[tuple[str, int]]:
+    async def unproven_copies(self, segment_ids: Collection[int], beside: str = "") -> frozenset[tuple[str, int]]:
         """Look at the servers of these segments' copies in the records, before others are told to drop theirs. Return
-        (server, segment) for each copy of which its server does not say now that it is whole.
+        (server, segment) for each copy of which its server does not say now that it is whole. Those on `beside` are
+        left out.
 
         A server that a primary copied to may not know yet that it has everything: it would come back with half a copy.
         A lease that has run out may run anew, so its server's copies are among those returned.
@@ -161,7 +162,7 @@ class RoleChanges:
         named: dict[str, set[int]] = {}
         for number in segment_ids:
             if number in where:
-                for name in {where[number][1].server, where[number][1].backup} - {""}:
+                for name in {where[number][1].server, where[number][1].backup} - {"", beside}:
                     named.setdefault(name, set()).add(number)
         alive = [name for name in sorted(named) if name in state.servers and state.alive(name, now)]
         looks = await asyncio.gather(*(self._looked(state.servers[name], sorted(named[name])) for name in alive))

@@ -384,8 +384,7 @@ class CoordinatorService(CoordinatorServicer):
         here = {copy.id for record in state.buffers.at(name) for copy in record.copies if copy.server == name}
         known = state.servers.get(name)
         stays = here if known is not None and known.instance_id == event.server.instance_id else ()
-        found = await self._roles.unproven_copies(event.held.keys() - stays)
-        return frozenset(each for each in found if each[0] != name)
+        return await self._roles.unproven_copies(event.held.keys() - stays, name)
 
     async def RenewServer(self, request: pb.RenewServerRequest, context: Context) -> pb.RenewServerReply:
         failpoint("coordinator.renew.asked")
