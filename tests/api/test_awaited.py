@@ -307,15 +307,17 @@ def test_a_join_that_is_cancelled_does_not_try_again(connect: Connect, monkeypat
 def test_data_that_moves_is_moved_to_the_end(client: smb.Client) -> None:
     """A call that changes a buffer comes to its end before its cancelled task goes on."""
     buffer = client.create("sums", 4_000_000, "float32")
-    ones, begun = np.ones(4_000_000, np.float32), threading.Event()
+    ones, begun, go_on = np.ones(4_000_000, np.float32), threading.Event(), threading.Event()
 
     def add() -> None:
         begun.set()
+        assert go_on.wait(DEADLINE_S)  # otherwise it could be over before it is cancelled
         buffer.accumulate(ones)
 
     async def main() -> None:
         adds = asyncio.create_task(smb.to_thread(add))
         await asyncio.to_thread(begun.wait, DEADLINE_S)
+        asyncio.get_running_loop().call_soon(go_on.set)
         await cancelled(adds)
         assert (buffer.read() == 1).all()
 
