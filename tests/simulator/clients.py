@@ -163,6 +163,8 @@ class Client:
         """A change of these names has failed: they are as they were, unless that is not known."""
         if not error.unknown and not self.world.put_back_since(self.since):
             self.names |= names
+            # A backup that was made within the creation has its record, and a restore may count the buffer as made.
+            self.touched |= dict.fromkeys(names, self.world.loop.time())
 
     def _settled(self, name: str, known: Known | None) -> None:
         if self.world.put_back_since(self.since):  # while it was asked

@@ -671,7 +671,8 @@ def run(plan: Plan, tell: Callable[[str], None] | None = None) -> Outcome:
     finally:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)  # and some of them never began
-            gc.collect()
+            while gc.collect():  # what coroutines' `finally` leaves is found by the next one
+                pass
         gc.unfreeze()
         gc.enable()
         sys.unraisablehook = before
