@@ -60,8 +60,8 @@ def who_lives_is_not_taken_for_dead(world: World, name: str, before: State) -> s
     """The coordinator believes that a server is gone, because it did not renew. Not if that is the coordinator's fault:
     it stood still, or all servers were cut off together for less than two leases.
     """
-    if name in before.suspected:  # it has to register first, which others may hold up
-        return ""
+    if name in before.suspected or before.servers[name].instance_id != world.servers[name].instance_id:
+        return ""  # it has to register first, which others may hold up; or the process that did is gone
     if world.is_reached(name):
         return f"{name} counts as gone, though nothing befell it, or the network"
     return f"{name} counts as gone, though all were late at once" if world.is_late_only(name) else ""
