@@ -68,7 +68,6 @@ class Overlap:
     ) -> None:
         _check_model(model, overlap)
         self._model = model
-        self._optimizer = optimizer
         self._trained = trained
         self._asked = overlap
         self._names = {entry.tensor: entry.names[0] for entry in trained.entries}
@@ -87,7 +86,7 @@ class Overlap:
         self._unseen: frozenset[int] | None = None  # parts that were pending when the backward pass began
         self._optimizer_steps = 0  # running calls of step(), one inside another
         self._hooks: list[Any] = []
-        self._install()
+        self._install(optimizer)
 
     def attach(self, worker: smb.train.Worker, samples: Callable[[], int | None]) -> None:
         """Exchange through this worker from now on. `samples` returns the number of samples of a step."""
@@ -145,7 +144,7 @@ class Overlap:
 
     # ---- hooks
 
-    def _install(self) -> None:
+    def _install(self, optimizer: torch.optim.Optimizer) -> None:
         add, take_all = self._hooks.append, self._exchange.take_all
         for module in self._model.modules():
             if any(each in self._layers.runs for each in module.parameters()):
@@ -156,8 +155,8 @@ class Overlap:
         parameters: list[Any] = [each for each in self._layers.runs if each.requires_grad]
         for parameter in parameters:
             add(parameter.register_post_accumulate_grad_hook(self._gradient_there))
-        add(self._optimizer.register_step_pre_hook(self._before_step))
-        add(self._optimizer.register_step_post_hook(lambda *_: self._after_step()))
+        add(optimizer.register_step_pre_hook(self._before_step))
+        add(optimizer.register_step_post_hook(lambda *_: self._after_step()))
 
     def _before_module(self, module: torch.nn.Module, _: Any) -> None:
         if not self._layers.knows(module):

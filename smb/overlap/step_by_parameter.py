@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ class StepByParameter:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, names: dict[torch.Tensor, str]) -> None:
-        self._optimizer = optimizer
+        self._held = weakref.ref(optimizer)  # the optimizer's hooks refer to this object
         self._names = names
         self._used: dict[torch.Tensor, tuple[torch.Tensor, int]] = {}  # gradients of this step, with their versions
         # Gradients of the last step: id (to keep them would cost memory) and version.
@@ -29,6 +30,13 @@ class StepByParameter:
         self._param_groups: dict[torch.Tensor, dict[str, Any]] = {}
         self._sums: dict[torch.Tensor, torch.Tensor] = {}  # sums of the gradients, in the first steps
         self.stepping = False  # whether a step by parameter is running
+
+    @property
+    def _optimizer(self) -> torch.optim.Optimizer:
+        optimizer = self._held()
+        if optimizer is None:
+            raise Error("the optimizer that was given to smb.torch.join is gone; join again with the new one")
+        return optimizer
 
     def check(self, parameter: torch.Tensor) -> None:
         """Check a gradient that is ready. Raises Error."""

@@ -50,6 +50,11 @@ class BatchUnits:
         self.left = self._units.end_after(epochs)
         return self._units
 
+    @property
+    def used(self) -> bool:
+        """True if batches were asked for."""
+        return self._units is not None
+
     def close(self) -> None:
         """Hand back the units in hand. A failure is logged."""
         if self._units is None:

@@ -240,6 +240,9 @@ class MeshShared(Shared):
     def _scheme_waits(self) -> bool:
         return False  # ranks are processes of their own
 
+    def _takes_part_in(self, name: str, client: Client) -> bool:
+        return False  # the ranks come and go together
+
     def _parts(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Parts:
         return parts_of(model, optimizer, sharded=True)
 
@@ -261,8 +264,13 @@ class MeshShared(Shared):
             self._statistics.values[:] = values
             self._statistics.spread()
 
-    def _collect_statistics(self) -> None:
-        self._statistics.values[:] = self._mesh.statistics()
+    def _collector(self) -> Callable[[], None]:
+        statistics, mesh = self._statistics, self._mesh
+
+        def collect() -> None:
+            statistics.values[:] = mesh.statistics()
+
+        return collect
 
     def _stepped(self) -> None:
         if not self._open:

@@ -7,6 +7,7 @@ tensor with several names (tied parameters) counts once.
 from __future__ import annotations
 
 import hashlib
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -137,7 +138,7 @@ class ModelCheck:
         self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, entries: tuple[TensorEntry, ...], frozen: Named
     ) -> None:
         self._model = model
-        self._optimizer = optimizer
+        self._optimizer = weakref.ref(optimizer)  # the optimizer's hook keeps the membership: see Shared
         self._entries = entries
         self._frozen = frozen
 
@@ -145,7 +146,9 @@ class ModelCheck:
         """Raise Error if a parameter is trained but not shared, or shared but no longer in the model."""
         self.model()
         ours = {id(entry.tensor) for entry in self._entries}
-        given = {id(each) for group in self._optimizer.param_groups for each in group["params"]}
+        optimizer = self._optimizer()
+        groups = [] if optimizer is None else optimizer.param_groups
+        given = {id(each) for group in groups for each in group["params"]}
         if strangers := len(given - ours):
             raise Error(
                 f"the optimizer was given {strangers} further parameters after smb.torch.join (by add_param_group), "

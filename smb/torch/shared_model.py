@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import logging
 import math
 import threading
@@ -40,6 +41,7 @@ import torch
 
 import smb
 import smb.train
+from smb.config.log import TRAINING
 from smb.errors import Error, InvalidArgumentError, NotFoundError
 from smb.html_tables import described
 from smb.spi import session_of
@@ -57,6 +59,7 @@ if TYPE_CHECKING:
     from smb.overlap.plan import ExchangePlan
 
 _log = logging.getLogger("smb")
+_news = logging.getLogger(TRAINING)
 _joined: weakref.WeakSet[Shared] = weakref.WeakSet()
 
 
@@ -71,7 +74,8 @@ class Shared:
     """A model that is trained together: the result of smb.torch.join. A context manager. Use it in one thread at a
     time.
 
-    If an exception ends the `with` block, the process leaves the group without waiting for anything.
+    If an exception ends the `with` block, the process leaves the group without waiting for anything. The optimizer's
+    hook refers to this object: the process also leaves once nothing else refers to both.
 
     ```python
     with smb.torch.join(model, optimizer, "digits", scheme="localsgd", every=20) as shared:
@@ -93,12 +97,14 @@ class Shared:
         samples: int | None,
         options: dict[str, Any],
     ) -> None:
-        _check_free(model)
-        _check_alone(name, client)
+        _check_alone(model, name, client)
         self.samples = samples
         self._name = name
         self._model = model
-        self._thread = 0  # the one that made the last step
+        self._optimizer = weakref.ref(optimizer)
+        self._thread = threading.get_ident()  # the one that made the last step, or joined
+        self._has_stepped = False
+        self._in_a_block = False  # of `with`, which closes it
         self._waits = False  # whether its worker waits for the others
         self._last: smb.train.Progress | None = None  # after close()
         self._optimizer_used = _used(optimizer)
@@ -108,7 +114,7 @@ class Shared:
         self._check = ModelCheck(model, optimizer, self._trained.entries, parts.frozen)
         self._trained.verify = self._check
         self._statistics = Statistics(parts.statistics)
-        self._mixed = MixedStatistics(self._statistics, self._collect_statistics)
+        self._mixed = MixedStatistics(self._statistics, self._collector())
         self._open = False
         self._client = client
         self._units = BatchUnits(client)
@@ -151,10 +157,16 @@ class Shared:
         settings: dict[str, Any],
         options: dict[str, Any],
     ) -> None:
+        ours = weakref.ref(self)  # the model's hooks refer to the overlap
+
+        def samples() -> int | None:
+            shared = ours()
+            return None if shared is None else shared.samples
+
         def attach(worker: smb.train.Worker) -> None:
             worker.group.compare_optimizers(self._optimizer_used)
             if self._overlap is not None:
-                self._overlap.attach(worker, lambda: self.samples)
+                self._overlap.attach(worker, samples)
 
         self.worker = admission.run(scheme, settings, options, attach)
 
@@ -409,6 +421,7 @@ class Shared:
         return described("Shared", row)
 
     def __enter__(self) -> Shared:
+        self._in_a_block = True
         return self
 
     def __exit__(
@@ -425,6 +438,9 @@ class Shared:
         if not self._open:  # the join is not done, or has failed
             return
         self._thread = threading.get_ident()
+        if not self._has_stepped:
+            self._check_turn()
+            self._has_stepped = True
         if self._overlap is None:
             self.worker.step(self.samples)
         elif self._overlap.inside:
@@ -433,10 +449,47 @@ class Shared:
             self._overlap.stepped()
         self._mixed.stepped()
 
-    def _collect_statistics(self) -> None:
-        self._statistics.collect()
+    def _check_turn(self) -> None:
+        """Leave, and raise InvalidArgumentError, if this thread has joined the training before and does not step that
+        worker. The error's traceback may keep this object, which must not be in the way of the next join.
+        """
+        for each in _left_over(
+            each
+            for each in _joined
+            if each._open
+            and each is not self
+            and each._holds_up_this_thread()
+            and each._takes_part_in(self._name, self._client)
+        ):
+            if each._waits:
+                self.abandon()
+                raise InvalidArgumentError(
+                    f"optimizer.step(): {_waits_for_itself(self._name)}. The second join is undone: this model has "
+                    f"left the training"
+                )
+
+    def _collector(self) -> Callable[[], None]:
+        return self._statistics.collect
 
     # ---- coming and going
+
+    def _trains(self, parameters: set[int]) -> bool:
+        """Return True if this object's model has one of these parameters, given by id()."""
+        return any(id(entry.tensor) in parameters for entry in self._trained.entries)
+
+    def _takes_part_in(self, name: str, client: smb.Client) -> bool:
+        """Return True if this is a member of the training that `client` has under this name. One small call, if the
+        name is the same.
+        """
+        if self._name != name or session_of(self._client).closed:
+            return False
+        with contextlib.suppress(NotFoundError):  # that training was deleted
+            return bool(client.open(name).info.id == self.worker.weights.info.id)
+        return False
+
+    def _holds_up_this_thread(self) -> bool:
+        """Return True if this thread would wait for a step of this object, or for its batch in hand, in vain."""
+        return self._thread == threading.get_ident() and (self._waits or self._units.used)
 
     def _leave(self) -> None:
         self._open = False
@@ -494,34 +547,51 @@ def _used(optimizer: torch.optim.Optimizer) -> OptimizerUsed:
     return OptimizerUsed(type(optimizer).__name__, max(known, default=math.nan))
 
 
-def _check_free(model: torch.nn.Module) -> None:
-    """Raise InvalidArgumentError if the model is joined already: a second join would move its parameters away from the
-    first.
+def _check_alone(model: torch.nn.Module, name: str, client: smb.Client) -> None:
+    """Leave what this process has joined before and can't train any more, as in a notebook's cell that is run again.
+
+    Raises InvalidArgumentError if the model is joined already, since a second join would move its parameters away from
+    the first, or if this thread would wait for itself: for another worker of the same training, in a scheme whose
+    workers wait for each other.
     """
     parameters = {id(parameter) for parameter in model.parameters()}
-    for shared in _joined:
-        if shared._open and any(id(entry.tensor) in parameters for entry in shared._trained.entries):
+    for each in _left_over(
+        each
+        for each in _joined
+        if each._open
+        and (each._trains(parameters) or (each._holds_up_this_thread() and each._takes_part_in(name, client)))
+    ):
+        if each._trains(parameters):
             raise InvalidArgumentError(
-                f"smb.torch.join: this model is already joined to {shared._name!r}; close() the result of that join "
-                f"first"
+                f"smb.torch.join: this model is already joined to {each._name!r}; close() the result of that join "
+                f"first. If the result is lost, make the optimizer anew: the former join ends with its optimizer"
             )
+        if each._waits and each._has_stepped:
+            raise InvalidArgumentError(f"smb.torch.join: {_waits_for_itself(name)}")
 
 
-def _check_alone(name: str, client: smb.Client) -> None:
-    """Raise InvalidArgumentError if this thread would wait for itself: for another worker of the same training, in a
-    scheme whose workers wait for each other.
-    """
-    for shared in _joined:
-        if not (shared._open and shared._waits and shared._name == name and shared._thread == threading.get_ident()):
-            continue
-        with contextlib.suppress(NotFoundError):  # that training was deleted
-            if session_of(shared._client).closed or client.open(name).info.id != shared.worker.weights.info.id:
-                continue
-            raise InvalidArgumentError(
-                f"smb.torch.join: this thread trains {name!r} already, and each of the two workers would "
-                f"wait for the other; call close() of the first join's result before, or of its client, if that "
-                f"result is lost (in a notebook use it in a with block)"
+def _left_over(found: Iterable[Shared]) -> list[Shared]:
+    """Leave those of these trainings whose optimizer is gone, and return the others."""
+    still = list(found)
+    if any(each._optimizer() is not None for each in still):
+        gc.collect()  # an optimizer and its learning-rate schedule refer to each other
+    for each in still:
+        if each._optimizer() is None and not each._in_a_block:
+            each.abandon()
+            _news.info(
+                "left training %r, which this process had joined before with an optimizer that is gone; local steps "
+                "since the last exchange of then are lost",
+                each._name,
             )
+    return [each for each in still if each._open]
+
+
+def _waits_for_itself(name: str) -> str:
+    return (
+        f"this thread has joined {name!r} before, and each of its two workers would wait for the other. Call close() "
+        f"of the first join's result, or run this again if that result is lost: an exception before may have kept it. "
+        f"In a notebook use join in a with block; to train two in one process, join each in the thread that steps it"
+    )
 
 
 def state_with(model: torch.nn.Module, values: dict[str, torch.Tensor]) -> dict[str, Any]:

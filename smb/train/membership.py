@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
+import os
+import threading
 import weakref
 from collections.abc import Callable
 
@@ -20,8 +23,9 @@ from smb.train.steps import Steps, there
 
 _log = logging.getLogger("smb")
 _news = logging.getLogger(TRAINING)
-# Left at the interpreter's exit; the reports of their sessions keep them alive.
+# Left at the interpreter's exit.
 _open: weakref.WeakSet[Membership] = weakref.WeakSet()
+_leaving: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # of memberships that nobody held
 _EXIT_S = 1.0  # timeout of each call at the interpreter's exit
 _GUARD_MAX = 255  # characters of the guard's text in a report
 
@@ -29,7 +33,9 @@ _GUARD_MAX = 255  # characters of the guard's text in a report
 class Membership:
     """One worker's membership. After its construction, call `begin`, or `withdraw` if the worker can't take part.
 
-    Calls come from the worker's thread, but the session's thread reads the reports.
+    Calls come from the worker's thread, but the session's thread reads the reports. A membership that is collected as
+    garbage ends: its worker can't step any more, and others would wait for it. So nothing that lives longer than the
+    worker refers to it.
     """
 
     def __init__(self, group: Group, parameters: Parameters, steps: Steps) -> None:
@@ -38,7 +44,9 @@ class Membership:
         self._parameters = parameters
         self._steps = steps
         _open.add(self)
-        session_of(group.client).reports[id(self)] = self._report
+        session_of(group.client).reports[group] = functools.partial(_report_of, group)
+        self._unheld = weakref.finalize(self, _leave_unheld, group, os.getpid())
+        self._unheld.atexit = False  # _leave_all() does it
 
     def check_open(self) -> None:
         """Raise InvalidArgumentError if the worker has left."""
@@ -92,7 +100,8 @@ class Membership:
         """Stop the reports, and do nothing at the interpreter's exit."""
         self.closed = True
         _open.discard(self)
-        session_of(self._group.client).reports.pop(id(self), None)
+        self._unheld.detach()
+        session_of(self._group.client).reports.pop(self._group, None)
 
     # ---- leaving
 
@@ -143,9 +152,7 @@ class Membership:
             if self._steps.unsent:
                 _news.info("%s", self._left_out())
         finally:
-            last = self._report()
-            last.left = True
-            session_of(self._group.client).reports[object()] = lambda: last
+            _report_last(self._group)
             self._tidy(self._group.leave)
 
     def _left_out(self) -> str:
@@ -166,30 +173,67 @@ class Membership:
         except Error as error:
             _log.warning("training %r: left it, but a part of leaving failed: %s", self._group.name, error)
 
-    def _report(self) -> TrainingReport:
-        """Return this worker's report for the coordinator. Makes no call. Any thread may call it."""
-        member, spent = self._group.member, self._group.time_spent
-        waiting_s = spent.waiting.seconds
-        return TrainingReport(
-            name=self._group.name,
-            slot=member.slot,
-            clock=member.clock,
-            samples=member.get(t.SAMPLES),
-            contributions=member.get(t.CONTRIBUTIONS),
-            staleness=member.get(t.STALENESS),
-            refused=member.get(t.REFUSED),
-            guard=self._group.guard_fired[:_GUARD_MAX],
-            member_ms=round(1000 * spent.seconds),
-            blocked_ms=round(1000 * spent.blocked.seconds),
-            exchanging_ms=round(1000 * max(0.0, spent.exchanging.seconds - waiting_s)),
-            waiting_ms=round(1000 * waiting_s),
-            waits=spent.waiting.runs,
-        )
-
     def leave_at_exit(self) -> None:
         """Leave as the interpreter ends. Each call takes at most _EXIT_S seconds. May raise Error."""
         session_of(self._group.client).hurry(_EXIT_S)
         self.abandon()
+
+
+def _report_of(group: Group) -> TrainingReport:
+    """Return a worker's report for the coordinator. Makes no call. Any thread may call it."""
+    member, spent = group.member, group.time_spent
+    waiting_s = spent.waiting.seconds
+    return TrainingReport(
+        name=group.name,
+        slot=member.slot,
+        clock=member.clock,
+        samples=member.get(t.SAMPLES),
+        contributions=member.get(t.CONTRIBUTIONS),
+        staleness=member.get(t.STALENESS),
+        refused=member.get(t.REFUSED),
+        guard=group.guard_fired[:_GUARD_MAX],
+        member_ms=round(1000 * spent.seconds),
+        blocked_ms=round(1000 * spent.blocked.seconds),
+        exchanging_ms=round(1000 * max(0.0, spent.exchanging.seconds - waiting_s)),
+        waiting_ms=round(1000 * waiting_s),
+        waits=spent.waiting.runs,
+    )
+
+
+def _report_last(group: Group) -> None:
+    """Report once more, that this worker has left."""
+    last = _report_of(group)
+    last.left = True
+    session_of(group.client).reports[object()] = lambda: last
+
+
+def _leave_unheld(group: Group, pid: int) -> None:
+    """Leave the training of a worker that nobody holds any more, in a thread: a garbage collection may come at any
+    time, and its thread may hold any lock. A child of fork has no part in its parent's memberships.
+    """
+    session = session_of(group.client)
+    session.reports.pop(group, None)
+    if session.closed or os.getpid() != pid:
+        return
+    thread = threading.Thread(target=_leave_for_good, args=(group,), name="smb-leave", daemon=True)
+    with contextlib.suppress(RuntimeError):  # no thread can be started: the member's lease ends, then
+        thread.start()
+        _leaving.add(thread)
+
+
+def _leave_for_good(group: Group) -> None:
+    _report_last(group)
+    try:
+        for each in filter(None, (group.nested, group)):
+            each.leave()
+    except Error as error:  # as of a client that is closed by now; the member's lease ends in any case
+        _log.debug("training %r: nobody holds this worker any more, and it could not leave: %s", group.name, error)
+        return
+    _news.info(
+        "left training %r: nothing refers to its worker any more; local steps since its last exchange are lost. Keep "
+        "the result of join, and close() it",
+        group.name,
+    )
 
 
 @at_exit(AtExit.TRAININGS)
@@ -201,3 +245,5 @@ def _leave_all() -> None:
     for membership in list(_open):
         with contextlib.suppress(Error):  # in a child of fork every call raises
             membership.leave_at_exit()
+    for thread in list(_leaving):
+        thread.join(_EXIT_S)

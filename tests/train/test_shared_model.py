@@ -237,7 +237,7 @@ def test_a_second_worker_of_one_thread_is_refused_where_it_would_wait_for_the_fi
     optimizer = sgd(model)
     shared = smb.torch.join(model, optimizer, "run", scheme="localsgd", every=2, client=client)
     step(model, optimizer)
-    with pytest.raises(smb.InvalidArgumentError, match=r"this thread trains 'run' already.*close\(\)"):
+    with pytest.raises(smb.InvalidArgumentError, match=r"this thread has joined 'run' before.*close\(\)"):
         smb.torch.join(again, sgd(again), "run", client=client)
     smb.torch.join(again, sgd(again), "other", scheme="localsgd", every=2, client=client).close()
     assert len(smb.train.status(client, "run").workers) == 1

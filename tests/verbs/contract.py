@@ -108,6 +108,7 @@ LEFT_OUT = {
     "regressions/test_interrupts_of_short_calls.py": _ELSEWHERE,
     "regressions/test_one_refused_segment.py": "is about memory servers among themselves",
     "regressions/test_locks_that_handlers_leave.py": "is about sockets and locks of the client's process",
+    "regressions/test_members_that_nobody_holds.py": _TRAINING,
     "regressions/test_memory_of_workers_that_are_gone.py": _TRAINING,
     "regressions/test_parts_of_a_training.py": _TRAINING,
     "regressions/test_rounds_that_close_while_one_sends.py": _TRAINING,
