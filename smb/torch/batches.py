@@ -10,9 +10,11 @@ import torch
 
 import smb
 import smb.train
+from smb.config.log import TRAINING
 from smb.errors import Error, InvalidArgumentError, NotFoundError
 
 _log = logging.getLogger("smb")
+_news = logging.getLogger(TRAINING)
 
 
 class BatchUnits:
@@ -44,6 +46,13 @@ class BatchUnits:
         if epochs is None:
             if self._end is None:
                 self._end = self._units.epoch() + 1
+                if self._end > 1:
+                    _news.info(
+                        "training %r: batches() begins in epoch %d of all processes together, counted from 0. A loop "
+                        "over range(N) makes N further epochs; batches(..., epochs=N) ends when all have done N",
+                        self._name,
+                        self._end - 1,
+                    )
             elif self._units.end_after(self._end) == 0:
                 self._end += 1
             epochs = self._end

@@ -170,8 +170,11 @@ def test_batches_divide_the_rows(connect: Connect) -> None:
         later.batches(100, 8)
 
 
-def test_each_call_is_one_epoch(connect: Connect) -> None:
-    """Without epochs= a loop over epochs is written as for a DataLoader; a late joiner begins where others are."""
+def test_each_call_is_one_epoch(connect: Connect, caplog: pytest.LogCaptureFixture) -> None:
+    """Without epochs= a loop over epochs is written as for a DataLoader; a late joiner begins where others are, and is
+    told how to end with them.
+    """
+    caplog.set_level("INFO", "smb.train")
     model = network()
     with smb.torch.join(model, sgd(model), "run", scheme=Adding(), client=connect()) as shared:
         for epoch in range(2):
@@ -184,8 +187,10 @@ def test_each_call_is_one_epoch(connect: Connect) -> None:
         assert len(rows) == 8
         assert third.epoch == 2
         other = network()
+        assert "batches() begins" not in caplog.text
         with smb.torch.join(other, sgd(other), "run", client=connect()) as later:
             rest = later.batches(100, 8)
+            assert "batches() begins in epoch 2 of all processes" in caplog.text
             assert 12 <= len(rest) <= 13  # what is left for both; a batch in hand may count
             assert len(next(rest)) == 8  # handed back when it leaves
             assert rest.epoch == 2
