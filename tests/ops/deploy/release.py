@@ -3,7 +3,7 @@
 
     python -m tests.ops.deploy.release [--only-this-machine] [--untagged]
 
-The wheel of the other machine is cross-built with Debian's compiler, and its modules are loaded by a Python of that
+The wheel of the other machine is cross-built with Debian's compiler, and a cluster of it runs in a Python of that
 machine under qemu. Refused: a tree with changes that are not committed, and a version that CHANGELOG.md does not have
 or calls unreleased (--untagged: made nevertheless, as a trial). Nothing is uploaded.
 """
@@ -21,13 +21,12 @@ import shutil
 import subprocess
 import sys
 import tarfile
-import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import smb
 from tests.engine.c.aarch64 import CACHE, PACKAGES, MissingError, fetch
-from tests.ops.deploy.wheel import try_wheel, without_compiler
+from tests.ops.deploy.wheel import USED, try_wheel, without_compiler
 from tests.support.packages import PackagesError, install
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -37,14 +36,18 @@ CONSTRAINTS = ROOT / "tests" / "constraints.txt"
 FOREIGN = "aarch64"
 # csrc/python/direct.c says why these may be used: Python 3.10 has them, and they are of the stable ABI since.
 LATER = {"PyBuffer_Release", "PyObject_GetBuffer", "PyVectorcall_Call"}
-# In the other machine's Python: both modules load, and the engine adds.
-LOADED = """
-import sys
-sys.path.insert(0, sys.argv[1])
-from smb._direct import Direct, DirectTarget, Method
-from smb._engine import ffi, lib
-print("the modules load on Python", ".".join(map(str, sys.version_info[:3])), "of", __import__("platform").machine())
+# In the other machine's Python. qemu takes a minute for what a processor does in seconds.
+EMULATED = (
+    """
+import platform, sys
+import smb.cluster
+sys.executable, smb.cluster._START_S = sys.argv[1], 900.0
 """
+    + USED
+    + """
+print("the wheel works on Python", ".".join(map(str, sys.version_info[:3])), "of", platform.machine())
+"""
+)
 
 
 class ReleaseError(Exception):
@@ -144,25 +147,31 @@ def check_symbols(bin_: Path, wheel: Path) -> None:
         raise ReleaseError(f"{wheel.name} asks CPython for {sorted(asked)}, and {sorted(LATER)} were expected")
 
 
-def load_foreign(wheel: Path) -> str:
-    """Load the other machine's modules by its Python under qemu; return what it said."""
+def try_foreign(wheel: Path) -> str:
+    """Install the other machine's wheel beside its Python, and use it under qemu; return what it said."""
     qemu = shutil.which("qemu-aarch64-static") or shutil.which("qemu-aarch64")
     if not qemu:
         raise MissingError("qemu-aarch64-static is missing")
-    root, unpacked = CACHE / "python", WORK / "foreign"
+    root, installed = CACHE / "python3.11", WORK / "foreign"
     root.mkdir(parents=True, exist_ok=True)
     fetch(
         {root / "usr": "usr", root / "lib": "lib"},
-        *("python3.11-minimal", "libpython3.11-minimal", "libpython3.11-stdlib", "libc6", "libgcc-s1", "zlib1g"),
-        *("libexpat1", "libffi8", "python3-cffi-backend", "libssl3"),
+        *("python3.11-minimal", "libpython3.11-minimal", "libpython3.11-stdlib", "libc6", "libgcc-s1", "libstdc++6"),
+        *("zlib1g", "libexpat1", "libffi8", "libssl3", "libsqlite3-0", "libbz2-1.0", "liblzma5", "libuuid1"),
     )
-    shutil.rmtree(unpacked, ignore_errors=True)
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(unpacked)
-    for package in ("smb", "memserver"):  # modules alone: what the packages import is not on that machine
-        (unpacked / package / "__init__.py").write_text("")
-    where = f"{root / 'usr/lib/python3/dist-packages'}"
-    return run(qemu, "-L", root, root / "usr/bin/python3.11", "-c", LOADED, unpacked, add={"PYTHONPATH": where})
+    shutil.rmtree(installed, ignore_errors=True)
+    of_it = ["--only-binary", ":all:", "--python-version", "3.11", "--implementation", "cp"]
+    of_it += [f"--abi={abi}" for abi in ("cp311", "abi3", "none")]
+    # 2.36 is the C library of that Python.
+    of_it += [f"--platform=manylinux_2_{minor}_{FOREIGN}" for minor in range(17, 37)]
+    of_it += [f"--platform=manylinux2014_{FOREIGN}"]
+    pip = [WORK / "venv" / "bin" / "python", "-m", "pip", "--disable-pip-version-check", "--quiet", "install"]
+    run(*pip, "--constraint", CONSTRAINTS, *of_it, "--target", installed, wheel)
+    python = WORK / "foreign-python"  # what the daemons are started with
+    python.write_text(f'#!/bin/sh\nexec {qemu} -L {root} {root}/usr/bin/python3.11 "$@"\n')
+    python.chmod(0o755)
+    where = {"PYTHONPATH": str(installed), "PYTHONHOME": str(root / "usr"), "SMB_LOG": "warning"}
+    return run(python, "-c", EMULATED, python, cwd=WORK, add=where)
 
 
 def release(*, only_this_machine: bool, trial: bool) -> list[str]:
@@ -203,7 +212,7 @@ def release(*, only_this_machine: bool, trial: bool) -> list[str]:
     )  # fmt: skip
     for wheel in wheels[1:]:
         try:
-            tried.append(load_foreign(wheel).strip() + ", under qemu; its daemons were not started there")
+            tried.append(try_foreign(wheel).splitlines()[-1] + ", under qemu")
         except (MissingError, ReleaseError) as error:
             tried.append(f"{wheel.name} was not tried: {error}")
     run(bin_ / "twine", "check", "--strict", *sorted([*OUT.glob("*.whl"), archive]))
