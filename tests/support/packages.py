@@ -42,13 +42,16 @@ TOOLS = {
     "fio": Tool("fio", ("fio",), "it does not write to a mount"),
     "iproute2": Tool("ip", ("iproute2",), "no network namespaces are made"),
     "libssl": Tool("/usr/include/openssl/ssl.h", ("libssl-dev",), "the engine does not compile"),
+    "mmdebstrap": Tool("mmdebstrap", ("mmdebstrap",), "no bare system is made"),
     "nftables": Tool("nft", ("nftables",), "no network is cut"),
     "openssh-server": Tool("/usr/sbin/sshd", ("openssh-server", "openssh-client"), "smb up --hosts is not tried"),
     "openssl": Tool("openssl", ("openssl",), "no certificates are made by it"),
+    "podman": Tool("podman", ("podman",), "no image is built"),
     "prometheus": Tool("promtool", ("prometheus",), "what needs Prometheus is not run"),
     "python3-tests": Tool(
         f"/usr/lib/{_PYTHON}/test/test_os.py", (f"lib{_PYTHON}-testsuite",), "CPython's tests may be missing"
     ),
+    "runc": Tool("runc", ("runc",), "no container runs"),
     "spin": Tool("spin", ("spin",), "the models are not run"),
     "stress-ng": Tool("stress-ng", ("stress-ng",), "it does not use a mount"),
     "systemd": Tool("systemd-analyze", ("systemd",), "units are not checked"),

@@ -1,39 +1,17 @@
-"""The container file's steps without a container engine: each stage is a chroot, and the last one runs a cluster.
-
-    python -m tests.ops.deploy.chroot        as root, with mmdebstrap and the wheels of `make wheel` in dist/;
-                                             about five minutes, 1 GB below /var/tmp or TMPDIR
-
-It knows the instructions that the file uses, and refuses others. Debian's packages and Python's come from where this
-machine gets them.
+"""A root directory of a distribution's packages, and processes in it: for `make bare`, `make wheel-test` and the base
+of an image. As root, with mmdebstrap.
 """
 
 from __future__ import annotations
 
-import fnmatch
-import json
-import os
 import platform
 import shlex
 import shutil
 import subprocess
-import sys
-import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
-FILE = ROOT / "deploy/container/Containerfile"
-MEMORY = Path("/dev/shm")
-
-
-def instructions(text: str) -> list[tuple[str, str]]:
-    """The file's instructions: lines joined, comments gone."""
-    lines = [line for line in text.splitlines() if not line.startswith("#")]
-    joined = "\n".join(lines).replace("\\\n", " ")
-    return [
-        (word, rest.strip()) for word, _, rest in (line.strip().partition(" ") for line in joined.splitlines()) if word
-    ]
 
 
 class Chroot:
@@ -120,122 +98,3 @@ def base_system(root: Path, packages: Sequence[str], suite: str = "bookworm", di
         if (Path("/") / path).exists():
             copy = ["cp", "-rL", "--remove-destination", f"/{path}", str((root / path).parent)]
             subprocess.run(copy, check=True)
-
-
-def _copied(rest: str) -> tuple[list[Path], str]:
-    """Return the files and the target of a COPY from the build context, of what the ignore file lets through."""
-    *patterns, target = rest.split()
-    allowed = [line[1:] for line in Path(f"{FILE}.dockerignore").read_text().splitlines() if line.startswith("!")]
-    files = [path for pattern in patterns for path in sorted(ROOT.glob(pattern))]
-    assert len(files) >= len(patterns), f"COPY {rest}: make wheel"
-    for path in files:
-        name = str(path.relative_to(ROOT))
-        assert any(fnmatch.fnmatch(name, line) for line in allowed), f"COPY {name}: the ignore file keeps it out"
-    return files, target
-
-
-def build(work: Path) -> Stage:
-    """Do what the file says; return the last stage."""
-    base = work / "base"
-    base_system(base, ["ca-certificates"])
-    if Path("/etc/pip.conf").exists():
-        shutil.copy("/etc/pip.conf", base / "etc")
-    stages: list[Stage] = []
-    names: dict[str, Stage] = {}
-    pip = {key: value for key, value in os.environ.items() if key.startswith("PIP_") and key != "PIP_FIND_LINKS"}
-    for word, rest in instructions(FILE.read_text()):
-        print(word, rest[:100], flush=True)
-        if word == "ARG" and not stages:
-            assert rest == "BASE=debian:bookworm-slim", rest
-            continue
-        if word == "FROM":
-            assert rest.split()[0] == "${BASE}", rest
-            stages.append(Stage(base, work / f"stage-{len(stages)}"))
-            if " AS " in rest:
-                names[rest.rpartition(" ")[2]] = stages[-1]
-            continue
-        stage = stages[-1]
-        if word == "RUN":
-            kept = stage.variables
-            stage.variables = kept | pip
-            stage.run(rest)
-            stage.variables = kept
-        elif word == "COPY" and not rest.startswith("--from="):
-            files, target = _copied(rest)
-            (stage.root / target.lstrip("/")).mkdir(parents=True, exist_ok=True)
-            for file in files:
-                shutil.copy2(file, stage.root / target.lstrip("/"))
-        elif word == "COPY":
-            origin, source, target = rest.removeprefix("--from=").split()
-            where = stage.root / target.lstrip("/")
-            shutil.copytree(names[origin].root / source.lstrip("/"), where, symlinks=True, dirs_exist_ok=True)
-        elif word == "ENV":
-            stage.variables |= dict(pair.partition("=")[::2] for pair in shlex.split(rest))
-        elif word == "WORKDIR":
-            stage.directory = rest
-            (stage.root / rest.lstrip("/")).mkdir(parents=True, exist_ok=True)
-        elif word == "USER":
-            stage.user = rest
-        elif word not in ("ARG", "LABEL", "HEALTHCHECK", "STOPSIGNAL", "CMD"):
-            raise SystemExit(f"{FILE}: {word} is not known here")
-    return stages[-1]
-
-
-def try_out(stage: Stage, work: Path) -> None:
-    """A cluster of the image's programs, as its user, on loopback: a buffer is filled and summed; both end with 0."""
-    size = sum(path.lstat().st_size for path in stage.root.rglob("*") if path.is_file() and not path.is_symlink())
-    print(f"the image has {size / 2**20:.0f} MiB", flush=True)
-    for missing in ("usr/bin/gcc", "opt/smb/bin/pip"):
-        assert not (stage.root / missing).exists(), missing
-    coordinator = subprocess.Popen(
-        stage.command(
-            ["smb", "coordinator", "--listen", "127.0.0.1:0", "--metrics", "127.0.0.1:0", "--ready-file", "ready"]
-        )
-    )
-    daemons = [coordinator]
-    try:
-        ready = stage.root / "var/lib/smb/ready"
-        end = time.monotonic() + 60
-        while not ready.exists():
-            assert time.monotonic() < end, "no coordinator"
-            assert coordinator.poll() is None, "the coordinator ended"
-            time.sleep(0.1)
-        address = json.loads(ready.read_text())["address"]
-        stage.variables["SMB_COORDINATOR"] = address
-        daemons.append(subprocess.Popen(stage.command(["smb-memserver", "--capacity", "16MiB", "--name", "image"])))
-        program = (
-            "import os, smb, time\n"
-            "assert os.getuid() == 10001\n"
-            "with smb.connect() as client:\n"
-            "    while not any(server.alive for server in client.servers()): time.sleep(0.1)\n"
-            "    buffer = client.create('w', 1000)\n"
-            "    buffer.fill(2)\n"
-            "    assert buffer.read().sum() == 2000\n"
-            "    client.delete('w')\n"
-        )
-        subprocess.run(stage.command(["/opt/smb/bin/python3", "-c", program]), check=True, timeout=60)
-        for daemon in reversed(daemons):
-            daemon.terminate()
-            assert daemon.wait(30) == 0
-    finally:
-        for daemon in daemons:
-            if daemon.poll() is None:
-                daemon.kill()
-                daemon.wait()
-    print("the image serves")
-
-
-def main() -> None:
-    """Build in a new directory, try it out, and remove it."""
-    if os.geteuid() != 0 or shutil.which("mmdebstrap") is None:
-        sys.exit("needs root and Debian's mmdebstrap")
-    work = Path(tempfile.mkdtemp(prefix="smb-container-", dir=os.environ.get("TMPDIR", "/var/tmp")))
-    work.chmod(0o755)
-    try:
-        try_out(build(work), work)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
-
-
-if __name__ == "__main__":
-    main()

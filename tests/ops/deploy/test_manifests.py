@@ -21,7 +21,6 @@ import smb
 from smb.config.parse import parse_bytes
 from smb.config.settings import SETTINGS
 from smb.daemon import health_check
-from tests.ops.deploy.chroot import instructions
 from tests.support.commands import COMMAND, run_smb
 from tests.support.daemons import running_daemons, wait_for
 
@@ -364,6 +363,15 @@ def test_the_container_file_is_clean(tmp_path: Path) -> None:
     assert "DL3006" in lint(bad)
 
 
+def instructions(text: str) -> list[tuple[str, str]]:
+    """The file's instructions: lines joined, comments gone."""
+    lines = [line for line in text.splitlines() if not line.startswith("#")]
+    joined = "\n".join(lines).replace("\\\n", " ")
+    return [
+        (word, rest.strip()) for word, _, rest in (line.strip().partition(" ") for line in joined.splitlines()) if word
+    ]
+
+
 def test_the_image_is_of_wheels_with_a_health_check_and_labels() -> None:
     """The build context has nothing but wheels and versions, and the base is an argument, which `make image` wants with
     its digest.
@@ -387,6 +395,7 @@ def test_the_image_is_of_wheels_with_a_health_check_and_labels() -> None:
     digest = f"debian:bookworm-slim@sha256:{64 * '0'}"
     made = subprocess.run(["make", "--dry-run", "image", f"BASE={digest}"], cwd=ROOT, capture_output=True, text=True)
     assert f"--build-arg BASE={digest} --build-arg VERSION={smb.__version__} " in made.stdout, made.stderr
+    assert made.stdout.startswith("BUILDAH_FORMAT=docker "), "podman leaves the health check out of other formats"
 
 
 @pytest.mark.parametrize(
