@@ -91,6 +91,7 @@ class ControlService(MemoryServerServicer):
 
         def create() -> pb.CreateSegmentReply:
             failpoint("memserver.create.asked")
+            self._check_run(request.instance_id)
             if request.HasField("stamp"):  # first, because that store has a record of the segment
                 self._stamps.learn(stamp_of(request.stamp))
             dtype = DTYPES.get(request.dtype)
@@ -116,6 +117,7 @@ class ControlService(MemoryServerServicer):
 
         def drop() -> pb.DeleteSegmentReply:
             failpoint("memserver.delete.asked")
+            self._check_run(request.instance_id)
             if not request.room:
                 self._segments.drop(request.id, request.epoch or FOR_GOOD, Ground(request.ground))
             elif (seen := self._segments.held().get(request.id)) is not None:
@@ -148,8 +150,7 @@ class ControlService(MemoryServerServicer):
     def TakeRoles(self, request: pb.TakeRolesRequest, context: grpc.ServicerContext) -> pb.TakeRolesReply:
 
         def take() -> pb.TakeRolesReply:
-            if request.instance_id not in (0, self._rdma.instance_id):
-                raise NotFoundError("these roles are for another run of this memory server, which must register")
+            self._check_run(request.instance_id)
             self._segments.quarantine(request.quarantine_segment_ids)
             for segment_id in request.taken_up_segment_ids:
                 self._segments.take_up(segment_id)
@@ -248,6 +249,10 @@ class ControlService(MemoryServerServicer):
             Token(shown.segment_id, shown.epoch, shown.rights, shown.generation, shown.expires_at_ms, shown.proof),
             bond_of_caller(certificate_of(context)),
         )
+
+    def _check_run(self, instance_id: int) -> None:
+        if instance_id not in (0, self._rdma.instance_id):
+            raise NotFoundError("this is for another run of this memory server; this one must register first")
 
     def _check_session(self, session_id: int) -> None:
         if session_id == 0:

@@ -113,6 +113,7 @@ class MemoryServers:
             replica=replica,
             group_id=bundle_id,
             stamp=stamp_message(stamp) if stamp is not None else None,
+            instance_id=server.instance_id,
         )
         deadline_s = ANSWER_S + segment.file_bytes / CREATE_BYTES_PER_S_MIN
         try:
@@ -186,7 +187,9 @@ class MemoryServers:
         """
         try:
             peer = self._peer(server)
-            request = pb.DeleteSegmentRequest(id=segment_id, epoch=epoch, ground=ground.name, room=room)
+            request = pb.DeleteSegmentRequest(
+                id=segment_id, epoch=epoch, ground=ground.name, room=room, instance_id=server.instance_id
+            )
             reply = await peer.stub.DeleteSegment(request, timeout=ANSWER_S, metadata=passed_on())
         except grpc.aio.AioRpcError as error:
             raise self._failure(server, "drop a segment", error) from error

@@ -243,13 +243,9 @@ def server_counted(state: State, event: ServerCounted, _: Instant) -> Step:
         drops = state.drops.get(event.name, Drops()).with_one(event.dropped)
         state = replace(state, drops={**state.drops, event.name: drops})
     known = state.servers.get(event.name)
-    if known is None:
+    if known is None or known.instance_id != event.instance_id:
         return state, ()
     beside = state.unexplained.get(event.name, {})
-    if known.instance_id != event.instance_id:
-        # A server's next process has its address, and may have dropped the segment after it listed it. Or the process
-        # before did, and the segment is there again: another list tells.
-        return (_to_register(state, event.name), ()) if event.dropped in beside else (state, ())
     if event.dropped in beside:
         state = replace(state, unexplained={**state.unexplained, event.name: without(beside, event.dropped)})
     server = replace(known, used_bytes=event.used_bytes)
@@ -258,11 +254,7 @@ def server_counted(state: State, event: ServerCounted, _: Instant) -> Step:
 
 def server_suspected(state: State, event: ServerSuspected, _: Instant) -> Step:
     """A server must register before it may renew again."""
-    return _to_register(state, event.name), ()
-
-
-def _to_register(state: State, name: str) -> State:
-    return replace(state, suspected=state.suspected | {name})
+    return replace(state, suspected=state.suspected | {event.name}), ()
 
 
 def _registered(state: State, name: str, instance_id: int) -> ServerRecord:
