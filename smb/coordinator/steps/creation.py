@@ -158,7 +158,7 @@ def _placed_together(
         of.name: member.server
         for segment in like.segments
         for of, member in bundles.members(like, segment)
-        if not member.backup and member.id in state.missing.get(member.server, ())
+        if all(member.id in state.missing.get(name, ()) for name in {member.server, member.backup} - {""})
     }
     if lost:
         where = ", ".join(f'"{name}" (on {server})' for name, server in sorted(lost.items()))
