@@ -27,8 +27,10 @@ CALL_S = 15.0  # a client's call, over all attempts
 DATA_S = 40.0  # a change of data: as long as a buffer may be away
 ANSWER_S = 5.0
 LATER_S = 15.0  # how long a client keeps where a buffer is, at most
-NAMES = 4  # of each client
+NAMES = 4  # of each client of which it knows whether a buffer is there
 LOCKS = ("one", "two")
+NAMES_CHANGE = ("create", "delete", "find")  # the events of a time in which names change most
+JOINS_MOST = 0.7  # the part of new buffers that are to move together with another one
 PAUSE_S = 0.4  # between two events of a client, at most
 ELEMENTS = 4096
 QUIET_S = 25.0  # after which no call is under way any more whose answer was given up
@@ -75,7 +77,7 @@ class Client:
         self.world, self.number = world, number
         self.name = f"w{number}"
         self._rng = Random(f"{world.plan.seed} client {number}")
-        self._joins = self._rng.choice((0.1, 0.1, 0.7))  # how many of its buffers are to move together with another one
+        self._joins = self._rng.choice((0.1, JOINS_MOST))  # the part of its buffers that are to move together
         self.process = Process(world.loop, self.name, self.name)
         self._at = 0
         self._addresses = world.coordinator_addresses.split(",")
@@ -93,10 +95,11 @@ class Client:
         self.process.begin(self._renew())
 
     async def _run(self) -> None:
-        weights = [weight for weight, _ in _EVENTS]
+        acts, weights = [act for _, act in _EVENTS], [weight for weight, _ in _EVENTS]
+        of_names = [weight * (act.__name__ in NAMES_CHANGE) for weight, act in _EVENTS]
         while not self.quiet:
             await asyncio.sleep(self._rng.random() * PAUSE_S)
-            (act,) = self._rng.choices([act for _, act in _EVENTS], weights)
+            (act,) = self._rng.choices(acts, of_names if self.world.names_change else weights)
             self.doing, self.since = act.__name__, self.world.loop.time()
             try:
                 await act(self)
@@ -145,13 +148,23 @@ class Client:
                 await asyncio.sleep(0.2)
 
     def forget(self, since: float) -> None:
-        """The store is as it was then: names that were changed later may be anything."""
-        self._opened(*(name for name in list(self.names) if self.touched[name] >= since))
+        """The store is as it was then: names that were changed later may be anything, and are as the records say."""
+        names = [name for name in self.names if self.touched[name] >= since]
+        self._opened(*names)
+        self._unsure |= dict.fromkeys(names, -QUIET_S)  # no call is under way that changes them
 
     def _some(self, *, there: bool) -> str:
         """Draw one of our names of which it is known that a buffer is there, or not; empty if there is none."""
         found = [name for name, known in self.names.items() if (known is not None) == there]
         return self._rng.choice(found) if found else ""
+
+    def _new_name(self) -> str:
+        """Return a name that was never used; empty if we know of enough buffers."""
+        if len(self.names) >= NAMES:
+            return ""
+        name = f"{self.name}-{len(self.touched)}"
+        self.names[name], self.touched[name] = None, -1.0
+        return name
 
     def _opened(self, *names: str) -> None:
         """Nobody knows what these are, until a while after there is an answer."""
@@ -177,11 +190,11 @@ class Client:
 
     @event(4)
     async def create(self) -> None:
-        """Create a buffer under a free name."""
-        name, rng = self._some(there=False), self._rng
+        """Create a buffer under a free name; under a new one if nothing is known of all others, as after a restore."""
+        name, rng = self._some(there=False) or self._new_name(), self._rng
         replicas = rng.choice((1, 2, 2, 2))
         like = [each for each in self.names.values() if each is not None and each.replicas == 2]
-        joins = bool(like) and rng.random() < self._joins
+        joins = bool(like) and rng.random() < (JOINS_MOST if self.world.names_change else self._joins)
         elements = rng.choice((ELEMENTS, ELEMENTS, rng.randrange(1 << 20, 6 << 20)))
         stripe = rng.choice((0, 0, 4096 * (elements // 1536)))
         attempt = rng.getrandbits(60) + 1
@@ -208,7 +221,7 @@ class Client:
         known.segments = list(reply.layout.segments)
         self.world.truth.told(known.name, known.replicas, [segment.id for segment in known.segments], self.since)
 
-    @event(2)
+    @event(3)
     async def delete(self) -> None:
         """Delete one of our buffers."""
         name = self._some(there=True)
@@ -262,10 +275,10 @@ class Client:
     @event(2)
     async def find(self) -> None:
         """Open a name, also one of which nothing is known any more."""
-        names = [f"{self.name}-{at}" for at in range(NAMES)]
-        name = self._rng.choice(names)
-        sure, expected = name in self.names, self.names.get(name)
         began = self.world.loop.time()
+        unsure = [name for name in self._unsure if self._is_quiet(name, began)]
+        name = self._rng.choice(unsure or list(self.touched))
+        sure, expected = name in self.names, self.names.get(name)
         try:
             reply = await self.call("OpenBuffer", pb.OpenBufferRequest(name=name))
         except FailedError as error:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -326,6 +326,25 @@ class Engine:
         memory = self._memory(segment_id)
         memory.bound = not memory.movable
         return memory.bound
+
+    def answers(self, now_s: float) -> Iterator[tuple[int, int]]:
+        """Yield the segments, with their epochs, whose reads it answers as the primary without asking the backup."""
+        for bundle in self._bundles.values() if now_s < self._serving_until else ():
+            if bundle.role == PRIMARY and not bundle.yields and bundle.confirmed >= bundle.order:
+                yield from ((number, bundle.epoch) for number in bundle.members)
+
+    def copying(self) -> Iterator[tuple[int, int, int]]:
+        """Yield the bundles that it copies to a backup that has confirmed all so far: number, epoch, chunks."""
+        for bundle in self._bundles.values():
+            copying = bundle.copying
+            if copying is not None and not copying.whole and bundle.broken_at is None and not bundle.queue:
+                yield bundle.number, bundle.epoch, copying.chunks
+
+    def leads(self, segment_id: int, epoch: int) -> bool:
+        """Whether it is the segment's primary in that epoch."""
+        memory = self._host.segments.get(segment_id)
+        bundle = self._bundle(memory) if memory is not None else None
+        return bundle is not None and bundle.role == PRIMARY and bundle.epoch == epoch
 
     def serve_until(self, boot_s: float) -> None:
         """See memserver.engine."""

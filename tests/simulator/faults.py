@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass, replace
 from random import Random
 from typing import TYPE_CHECKING
 
@@ -40,6 +40,7 @@ METHODS = (
     "CreateSegment", "CreateSegment", "DeleteSegment", "TakeRoles", "TakeRoles", "Inventory", "EndSessions",
     "RetireSegments", "RegisterServer", "RegisterServer", "RenewServer", "CreateBuffer", "DeleteBuffer", "RenameBuffer",
 )  # fmt: skip
+WAITS_S = 10.0  # how long a fault that is to happen to a cluster which is whole waits for that, at most
 Fault = Callable[["World", Step], Awaitable[None]]
 FAULTS: dict[str, tuple[int, Fault]] = {}
 
@@ -106,6 +107,26 @@ async def old_memory(world: World, step: Step) -> None:
             world.hosts[name].quarantined = old.quarantined
             world.start_server(name)
             return
+
+
+@fault(3)
+async def lost_as_copies_move(world: World, step: Step) -> None:
+    """A host is lost with its memory and its network, so nobody is refused there and its lease runs on. Meanwhile an
+    operator has copies moved whose other ones it had.
+    """
+    rng, name = step.rng(), _server(world, step)
+    if not await world.until(world.may_lose, WAITS_S):
+        return
+    cuts = {pair for other in world.coordinator_names for pair in ((name, other), (other, name))}
+    world.network.cuts |= cuts
+    world.lose(name)
+    await asyncio.sleep(rng.uniform(0.5, 3.0))
+    moves = rebalanced if rng.random() < 0.2 else drained
+    moving = asyncio.ensure_future(moves(world, replace(step, victim=step.victim + rng.randint(1, 3))))
+    await asyncio.sleep(step.lasts)
+    world.network.cuts -= cuts
+    world.start_server(name)
+    await moving
 
 
 @fault(3)
@@ -217,7 +238,7 @@ async def all_late(world: World, step: Step) -> None:
     world.network.cuts |= cuts
     if well:
         world.late_since, world.late_by = dict.fromkeys(names, world.loop.time()), frozenset(world.network.cuts)
-    await asyncio.sleep(3.0 + step.lasts / 2)
+    await asyncio.sleep(5.0 + step.lasts / 3)  # leases run out meanwhile, and servers are back within two
     world.network.cuts -= cuts
 
 
@@ -265,6 +286,40 @@ async def backup_restored(world: World, step: Step) -> None:
     await _without_coordinators(world, step, restore)
 
 
+NAMES_CHANGE_S = 10.0  # after a restore: for longer than servers have to report what they hold
+
+
+@fault(3)
+async def cluster_restored(world: World, step: Step) -> None:
+    """A backup of the store is put back after buffers were made and deleted, and perhaps moved. Clients go on with
+    that. All servers are started anew with the coordinators, or one did not hear of the last deletions.
+    """
+    rng = step.rng()
+    backup, made_at, world.names_change = world.store.backup(), world.loop.time(), True
+    if rng.random() < 0.5:
+        if await world.until(world.may_lose, WAITS_S):
+            await memory_lost(world, step)
+        await world.until(world.may_lose, WAITS_S)
+    await asyncio.sleep(rng.uniform(1.0, 6.0))
+    names = sorted(world.hosts) if rng.random() < 0.5 else []
+    unheard = {(other, _server(world, step)) for other in world.coordinator_names}
+    world.network.cuts |= unheard
+    await asyncio.sleep(rng.uniform(0.5, 2.0))
+    for name in names:
+        world.kill_server(name)
+
+    def restore() -> None:
+        world.store.restore(backup)
+        world.put_back(made_at)
+
+    world.network.cuts -= unheard
+    await _without_coordinators(world, step, restore)
+    for name in names:
+        world.start_server(name)
+    await asyncio.sleep(NAMES_CHANGE_S)
+    world.names_change = False
+
+
 async def _without_coordinators(world: World, step: Step, act: Callable[[], None]) -> None:
     for name in world.coordinator_names:
         world.kill_coordinator(name)
@@ -290,14 +345,34 @@ async def link_cut(world: World, step: Step) -> None:
     world.network.cuts -= cuts
 
 
+def _around(world: World, name: str, *, also: Iterable[str] = ()) -> set[tuple[str, str]]:
+    """Return the links of a memory server with all other hosts of the cluster, but not with clients, and with these."""
+    others = [other for other in (*world.hosts, *world.coordinator_names, *also) if other != name]
+    return {(name, other) for other in others} | {(other, name) for other in others}
+
+
 @fault(3)
 async def server_alone(world: World, step: Step) -> None:
     """Clients reach a memory server, and no other host of the cluster does."""
-    name = _server(world, step)
-    others = [other for other in (*world.hosts, *world.coordinator_names) if other != name]
-    cuts = {(name, other) for other in others} | {(other, name) for other in others}
+    cuts = _around(world, _server(world, step))
     world.network.cuts |= cuts
     await asyncio.sleep(step.rng().choice((step.lasts, 6.5 + step.lasts)))
+    world.network.cuts -= cuts
+
+
+@fault(2)
+async def successor_alone(world: World, step: Step) -> None:
+    """Nobody reaches a memory server until others have taken over. As it is back, one of those is alone: nobody can ask
+    it whether it has what it took over.
+    """
+    rng = step.rng()
+    cuts = _around(world, _server(world, step), also=[client.name for client in world.clients])
+    world.network.cuts |= cuts
+    await asyncio.sleep(rng.uniform(6.5, 9.0))
+    world.network.cuts -= cuts
+    cuts = _around(world, _server(world, replace(step, victim=step.victim + rng.randint(1, 3))))
+    world.network.cuts |= cuts
+    await asyncio.sleep(1.0 + step.lasts)
     world.network.cuts -= cuts
 
 

@@ -11,7 +11,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from smb.coordinator.bundles import Bundles, bundle_of
-from smb.coordinator.events import CopyBegun
+from smb.coordinator.events import CopyBegun, CopyDropped, RolesSwitched
+from smb.coordinator.records import SegmentRecord
 from smb.coordinator.state import Allocation, State
 from tests.simulator.engine import Host
 from tests.simulator.truth import Part
@@ -24,7 +25,9 @@ AT_REST: list[Callable[[World], str]] = []
 ALONE_S_MAX = 18.0
 LISTED_S_MAX = 3.0
 DROP_S_MAX = 3.0  # a server has dropped what it was told to, and the coordinator has its answer
+COPYING_S_MAX = 8.0  # until a copy's next chunk; all copies of a server share its rate
 ABOUT_TO_BEGIN_S = 12.0  # in which a copy that was decided begins, or its server does not answer in time
+ASKED_S = 1.0  # between a server's answer and what rests on it, if nothing befalls anybody else
 WAITS_S_MAX = 20.0  # three leases, and a little
 COPIES_FACTOR, COPIES_BESIDE = 3, 8  # copies begun may be so many times what was lost, and so many more
 
@@ -97,13 +100,65 @@ def one_host_may_be_lost(world: World, host: Host) -> str:
 
 @after("made")
 def what_is_made_is_there(world: World, state: State, key: str) -> str:
-    """A buffer counts as made if each server of it, in the run that is registered, has its part."""
-    for copy in state.buffers[key].copies:
-        known, run = state.servers.get(copy.server), world.servers[copy.server]
-        is_there = known is not None and known.instance_id == run.instance_id and run.process.alive
-        if is_there and copy.id not in world.hosts[copy.server].segments:
-            return f"{state.buffers[key].title} is made, and {copy.server} has not {copy.id:016x}"
+    """A buffer counts as made if each server of it, in the run that is registered, has its part, and the primaries have
+    what moves together with it.
+    """
+    made = state.buffers[key]
+    copies = [(copy.server, copy.id) for copy in made.copies]
+    if made.movable:
+        bundles = Bundles(state.buffers.values())
+        copies += [(each.server, each.id) for part in made.segments for _, each in bundles.members(made, part)]
+    for name, number in copies:
+        if world.has_registered(state, name) and number not in world.hosts[name].segments:
+            return f"{made.title} is made, and {name} has not {number:016x}"
     return ""
+
+
+@after("moved")
+def what_moves_is_there(world: World, state: State, event: CopyBegun | CopyDropped | RolesSwitched) -> str:
+    """A copy is made from a server, or another one goes, only if that server has the memory: it was just asked."""
+    record, now = state.buffers[event.key], world.loop.time()
+    (segment,) = (each for each in record.segments if each.id == event.segment_id)
+    gone_s = now - world.lost_at.get(segment.server, now)
+    if gone_s < ASKED_S or not world.answers_at_once(without=segment.server):
+        return ""
+    held = world.hosts[segment.server].segments
+    for _, member in Bundles(state.buffers.values()).members(record, segment):
+        if member.id not in held:
+            return f"{event} rests on {member.id:016x}, which {segment.server} lost {gone_s:.1f} s ago"
+    return ""
+
+
+@after("paired")
+def what_is_paired_is_there(world: World, before: State, state: State) -> str:
+    """Two servers count as those of a segment's two copies if both have it, in their runs that are registered. Neither
+    has it if it was deleted since the store's backup was made.
+    """
+    for key, record in state.buffers.items():
+        if not record.ready or before.buffers.get(key) is record:
+            continue
+        known = before.buffers.get(key)
+        pairs = {(each.id, each.server, each.backup) for each in known.segments} if known is not None else set()
+        for segment in record.segments if record.movable else ():
+            if not segment.backup or (segment.id, segment.server, segment.backup) in pairs:
+                continue
+            pair = [name for name in (segment.server, segment.backup) if world.has_registered(state, name)]
+            lacking = [name for name in pair if segment.id not in world.hosts[name].segments]
+            if len(pair) == 2 and len(lacking) == 1:
+                return f"{record.title} counts as whole, and {lacking[0]} has not {segment.id:016x}"
+    return ""
+
+
+@after("answers")
+def one_server_answers_reads(world: World, number: int, name: str, present: SegmentRecord) -> str:
+    """A server whose segment has another primary answers no reads of it by itself."""
+    part, other = world.truth.parts.get(number), world.servers[present.server]
+    state = world.leading_state()
+    if part is None or part.loose or state is None or not world.has_registered(state, name):
+        return ""
+    if not other.process.alive or not other.engine.leads(number, present.epoch):
+        return ""
+    return f"{name} answers reads of {number:016x}, of which {present.server} is the primary in epoch {present.epoch}"
 
 
 # ---- data
@@ -136,6 +191,14 @@ def a_copy_is_made_while_servers_are_well(world: World, number: int, title: str,
     """A segment with one copy gets a second one within a bound, while nothing befalls anybody."""
     well = alone_s > ALONE_S_MAX and world.is_calm(world.leader_name(), *world.hosts, "etcd")
     return f"{title}: {number:016x} has had one copy for {alone_s:.1f} s" if well and not world.is_draining() else ""
+
+
+@after("copying")
+def a_copy_goes_on(world: World, name: str, number: int, epoch: int, chunks: int, stands_s: float) -> str:
+    """A server sends the next chunk within a bound to a backup that has confirmed all others."""
+    if stands_s <= COPYING_S_MAX:
+        return ""
+    return f"{name} copies bundle {number:016x} in epoch {epoch}, and sent chunk {chunks} {stands_s:.1f} s ago"
 
 
 @after("begun")

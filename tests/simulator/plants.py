@@ -220,7 +220,11 @@ def former_primary_serves() -> Replaced:
 
 @plant
 def pair_without_a_member() -> Replaced:
-    """A pair that is taken up goes on as one, though its backup lacks what moves together with it."""
+    """A pair that is taken up goes on as one, though its backup lacks what moves together with it: a buffer that joined
+    the bundle where the records had it. Both mends have to go: nothing joins before the records are right, either.
+    """
+    yield State, "was_restored", False
+    yield creation, "_check_records_are_right", lambda *_: None
     yield unexplained, "_members_held", lambda *_: lambda *_: frozenset()
 
 

@@ -20,7 +20,7 @@ import grpc
 
 from smb.coordinator.bundles import Bundles, bundle_of
 from smb.coordinator.commit_log import Committed
-from smb.coordinator.events import BufferMade, CopyBegun, Event, Ticked
+from smb.coordinator.events import BufferMade, CopyBegun, CopyDropped, Event, RolesSwitched, Ticked
 from smb.coordinator.state import State
 from smb.rpc import control_pb2 as pb
 from smb.rpc.control_pb2_grpc import CoordinatorStub
@@ -139,8 +139,11 @@ class World:
         self._down_at: dict[str, float] = {}  # by host: when its process was last killed or stopped
         self.late_since: dict[str, float] = {}  # servers that were cut off together, while all was well otherwise
         self.late_by: frozenset[tuple[str, str]] = frozenset()  # what cuts them off
+        self.names_change = False  # clients create and delete buffers, and do nothing else
+        self.lost_at: dict[str, float] = {}  # by host: when its memory was lost last
         self.held_since: float | None = None  # since when lost copies are not made anew, for maintenance
         self._alone_since: dict[int, float] = {}
+        self._copying_since: dict[tuple[str, int, int, int, int], float] = {}
         self._ghosts_since: dict[tuple[str, int], float] = {}
         self._stubs: dict[str, Any] = {}  # by address
         self.strikes: list[Callable[[str, str, str], bool]] = []  # are asked about each message; true: they are over
@@ -152,6 +155,12 @@ class World:
         """Whether nothing has befallen these hosts for a while; an empty name is none."""
         now = self.loop.time()
         return all(name and now - self._troubled_at.get(name, 0.0) >= for_s for name in names)
+
+    def answers_at_once(self, *, without: str) -> bool:
+        """Whether nothing delays a message or a stored change, but for what befalls one host."""
+        delayed = self.network.slow or self.network.breaks or self.store.takes_nothing
+        leader_ran = self.loop.time() - self._down_at.get(self.leader_name(), 0.0) >= 1.0
+        return not delayed and leader_ran and self.is_calm(*(self.hosts.keys() - {without}), "etcd", for_s=1.0)
 
     def is_reached(self, name: str) -> bool:
         """Whether a server, the leader and the store have reached each other for a while, and the server runs. The
@@ -191,6 +200,7 @@ class World:
             if state is not None:
                 self._look_at_copies(state)
                 self._look_at_lists(state)
+                self._look_at_roles(state)
             for client in self.clients:
                 if client.waits_for is not None:
                     part, since = client.waits_for
@@ -263,6 +273,25 @@ class World:
         for (name, number), since in self._ghosts_since.items():
             invariants.check(self, "listed", name, number, now - since)
 
+    def _look_at_roles(self, state: State) -> None:
+        """See which servers answer reads of a segment without asking anybody, and whom the records have in their place;
+        and for how long copies have not gone on.
+        """
+        where, now = state.where(), self.loop.time()
+        copying = {
+            (name, server.instance_id, *each)
+            for name, server in self.servers.items()
+            if server.process.alive and not server.process.stopped
+            for each in server.engine.copying()
+        }
+        self._copying_since = {each: self._copying_since.get(each, now) for each in copying}
+        for (name, _, number, epoch, chunks), since in self._copying_since.items():
+            invariants.check(self, "copying", name, number, epoch, chunks, now - since)
+        for name, server in self.servers.items():
+            for number, epoch in server.engine.answers(now) if server.process.alive else ():
+                if number in where and where[number][1].server != name and where[number][1].epoch > epoch:
+                    invariants.check(self, "answers", number, name, where[number][1])
+
     # ---- what happens, for invariants
 
     def destroys(self, host: Host, number: int) -> None:
@@ -334,6 +363,7 @@ class World:
         if committed.state.buffers is not before.buffers:
             invariants.check(self, "commit", committed.state)
             invariants.check(self, "stored", committed.state, owes)
+            invariants.check(self, "paired", before, committed.state)
             records = committed.state.buffers.values()
             missing = sum(bool(not segment.backup and segment.epoch) for each in records for segment in each.segments)
             self.copies_missing = max(self.copies_missing, missing)
@@ -342,6 +372,8 @@ class World:
                 invariants.check(self, "gone", name, before)
         if isinstance(event, BufferMade) and not self._is_superseded(committed.state):
             invariants.check(self, "made", committed.state, event.key)
+        if isinstance(event, CopyBegun | CopyDropped | RolesSwitched):
+            invariants.check(self, "moved", committed.state, event)
         if isinstance(event, CopyBegun):
             self.copies_begun += 1
             self._leaves(event, committed.state)
@@ -433,7 +465,7 @@ class World:
             if part is not None and (moved or not self.survives(part, name)):
                 part.lost = True
         host.segments, host.quarantined, host.stamps = {}, set(), ()
-        self.truth.lost_at = self.loop.time()
+        self.truth.lost_at = self.lost_at[name] = self.loop.time()
 
     def start_coordinator(self, name: str) -> None:
         """Start it, unless it runs."""
@@ -491,6 +523,11 @@ class World:
             self._stubs[address] = CoordinatorStub(Channel(self.network, address))  # type: ignore[no-untyped-call]
         return self._stubs[address]
 
+    def has_registered(self, state: State, name: str) -> bool:
+        """Whether the run of a memory server that the coordinator knows is the present one, and lives."""
+        known, run = state.servers.get(name), self.servers[name]
+        return known is not None and known.instance_id == run.instance_id and run.process.alive
+
     # ---- operators
 
     async def operate(self, method: str, request: Any) -> Any:
@@ -519,7 +556,7 @@ class World:
             self.start_coordinator(name)
         for name in self.hosts:
             self.start_server(name)
-        if not await self._until(lambda: self.may_lose(), START_S):
+        if not await self.until(lambda: self.may_lose(), START_S):
             self.finds("start", "the cluster does not start")
             return
         if isinstance(self.store, Directory):
@@ -537,15 +574,15 @@ class World:
         self.heal()
         self.say(f"faults have ended after {self.loop.time() - began:.1f} s")
         self.copies_begun = 0
-        whole = await self._until(self._is_whole, WHOLE_S)
+        whole = await self.until(self._is_whole, WHOLE_S)
         if not whole:
             self.finds("whole within a bound", self._why_not())
             return
         for client in self.clients:
             client.quiet = True
-        await self._until(lambda: all(client.work.done() for client in self.clients), QUIET_S + 5.0)
+        await self.until(lambda: all(client.work.done() for client in self.clients), QUIET_S + 5.0)
         await asyncio.sleep(REST_S)
-        if not await self._until(self._is_whole, WHOLE_S):
+        if not await self.until(self._is_whole, WHOLE_S):
             self.finds("whole within a bound", self._why_not())
         for each in invariants.AT_REST:
             if self.finding is None and (text := each(self)):
@@ -556,7 +593,8 @@ class World:
         self.say(f"FAULT {step}")
         await FAULTS[step.kind][1](self, step)
 
-    async def _until(self, condition: Callable[[], bool], deadline_s: float) -> bool:
+    async def until(self, condition: Callable[[], bool], deadline_s: float) -> bool:
+        """Wait for a condition; return whether it came to hold in time."""
         end = self.loop.time() + deadline_s
         while self.loop.time() < end:
             if condition():
@@ -567,6 +605,7 @@ class World:
     def heal(self) -> None:
         """End all faults."""
         self.network.cuts.clear()
+        self.names_change = False
         self.strikes = []
         self.network.slow.clear()
         self.network.breaks = 0.0
