@@ -154,7 +154,7 @@ def one_server_answers_reads(world: World, number: int, name: str, present: Segm
     """A server whose segment has another primary answers no reads of it by itself."""
     part, other = world.truth.parts.get(number), world.servers[present.server]
     state = world.leading_state()
-    if part is None or part.loose or state is None or not world.has_registered(state, name):
+    if part is None or part.loose or state is None:
         return ""
     if not other.process.alive or not other.engine.leads(number, present.epoch):
         return ""

@@ -38,19 +38,25 @@ def maintenance_ended(state: State, event: MaintenanceEnded, _: Instant) -> Step
 
 
 def _changed(state: State, text: str) -> Step:
-    until = {name: planned.until_wall for name, planned in state.maintenance.items()}
-    return state, (SaveMaintenance(until), Report(logging.INFO, text))
+    return state, (_save(state), Report(logging.INFO, text))
+
+
+def _save(state: State) -> SaveMaintenance:
+    return SaveMaintenance({name: planned.until_wall for name, planned in state.maintenance.items()})
 
 
 def over(state: State, now: Instant) -> tuple[State, list[Effect]]:
-    """Return the state without the maintenance that is over by itself. The store keeps it until its next change."""
+    """Return the state without the maintenance that is over by itself. The next leader, whose wall clock may be behind,
+    must not go on with it.
+    """
     gone = [name for name, planned in state.maintenance.items() if planned.until <= now.monotonic]
     if not gone:
         return state, []
-    reports: list[Effect] = [
+    state = replace(state, maintenance=without(state.maintenance, *gone))
+    reports = [
         Report(logging.INFO, f"maintenance of {_title(name)} is over: lost copies are made anew") for name in gone
     ]
-    return replace(state, maintenance=without(state.maintenance, *gone)), reports
+    return state, [_save(state), *reports]
 
 
 def _title(name: str) -> str:
