@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import logging
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -153,8 +154,15 @@ class Overlap:
         model: Any = self._model
         add(model.register_state_dict_pre_hook(_Hook(lambda *_: take_all(), take_all)))
         parameters: list[Any] = [each for each in self._layers.runs if each.requires_grad]
+        # Python's collector does not look into a tensor's hooks: what they refer to would never be freed.
+        found = weakref.WeakMethod(self._gradient_there)
+
+        def gradient_there(parameter: torch.Tensor) -> None:
+            if (call := found()) is not None:
+                call(parameter)
+
         for parameter in parameters:
-            add(parameter.register_post_accumulate_grad_hook(self._gradient_there))
+            add(parameter.register_post_accumulate_grad_hook(gradient_there))
         add(optimizer.register_step_pre_hook(self._before_step))
         add(optimizer.register_step_post_hook(lambda *_: self._after_step()))
 

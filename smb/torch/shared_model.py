@@ -455,7 +455,7 @@ class Shared:
         """
         for each in _left_over(
             each
-            for each in _joined
+            for each in list(_joined)
             if each._open
             and each is not self
             and each._holds_up_this_thread()
@@ -557,7 +557,7 @@ def _check_alone(model: torch.nn.Module, name: str, client: smb.Client) -> None:
     parameters = {id(parameter) for parameter in model.parameters()}
     for each in _left_over(
         each
-        for each in _joined
+        for each in list(_joined)
         if each._open
         and (each._trains(parameters) or (each._holds_up_this_thread() and each._takes_part_in(name, client)))
     ):

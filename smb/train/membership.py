@@ -211,9 +211,7 @@ def _leave_unheld(group: Group, pid: int) -> None:
     """Leave the training of a worker that nobody holds any more, in a thread: a garbage collection may come at any
     time, and its thread may hold any lock. A child of fork has no part in its parent's memberships.
     """
-    session = session_of(group.client)
-    session.reports.pop(group, None)
-    if session.closed or os.getpid() != pid:
+    if session_of(group.client).closed or os.getpid() != pid:
         return
     thread = threading.Thread(target=_leave_for_good, args=(group,), name="smb-leave", daemon=True)
     with contextlib.suppress(RuntimeError):  # no thread can be started: the member's lease ends, then
@@ -222,6 +220,7 @@ def _leave_unheld(group: Group, pid: int) -> None:
 
 
 def _leave_for_good(group: Group) -> None:
+    session_of(group.client).reports.pop(group, None)
     _report_last(group)
     try:
         for each in filter(None, (group.nested, group)):

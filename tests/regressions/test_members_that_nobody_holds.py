@@ -138,8 +138,16 @@ def test_what_an_exception_keeps_is_in_the_way_once(cell: dict[str, Any], at: in
     train(5)
 
 
-def test_a_member_without_a_variable(cell: dict[str, Any], connect: Connect, caplog: pytest.LogCaptureFixture) -> None:
-    """Its optimizer's steps are still exchanged; it leaves with the optimizer, and says so."""
+@pytest.mark.parametrize(
+    "options",
+    [{"scheme": "localsgd", "every": 2}, {"scheme": "bsp", "overlap": "forward"}],
+    ids=["localsgd", "overlap"],
+)
+def test_a_member_without_a_variable(
+    cell: dict[str, Any], connect: Connect, caplog: pytest.LogCaptureFixture, options: dict[str, Any]
+) -> None:
+    """Its optimizer's steps are still exchanged; it leaves with the optimizer and the model, and says so."""
+    cell["options"] = options
     exec(CELL, cell)
     worker = cell["shared"].worker
     contributions = worker.contributions
