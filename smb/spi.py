@@ -120,18 +120,20 @@ def rename_file(
     replace: bool = False,
     displaced_name: str = "",
     attributes: bytes | None = None,
+    before: bytes | None = None,
 ) -> bool:
     """Rename as Client.rename and displace do, and store the attributes of the buffer's file in the same step. Return
     False if the coordinator is of an older release, which stores no attributes.
 
     For files; other modules do not know the attributes' format. `buffer` is a name and an id, 0 for any. `new_name`
-    may be the present name. None leaves the attributes that are stored. Raises as Client.rename, InvalidArgumentError
+    may be the present name. None leaves the attributes that are stored; `before` are those that they rest on, and
+    AlreadyExistsError is raised if others are stored by now. Raises as Client.rename, InvalidArgumentError
     for more than 4096 bytes of attributes, and OutOfMemoryError.
     """
     session = session_of(client)
     session.check_open()
     request = pb.RenameBufferRequest(
         name=buffer[0], new_name=new_name, replace=replace, displaced_name=displaced_name, id=buffer[1],
-        file_attributes=attributes,
+        file_attributes=attributes, attributes_before=before,
     )  # fmt: skip
     return session.coordinator.rename_buffer(request, session.timeout)

@@ -292,7 +292,8 @@ class BufferDeleted:
 class BufferRenamed:
     """A rename of one buffer, or of all buffers in a folder. With `replace`, an existing buffer of the new name is
     deleted, or gets the name `displaced_name` if that is not empty. With an `id` other than 0, only the buffer with
-    that id is renamed. `file_attributes` replaces those of the buffer, unless it is None.
+    that id is renamed. `file_attributes` replaces those of the buffer, unless it is None; not if `attributes_before` is
+    given and other ones are stored by now.
     """
 
     name: str
@@ -302,6 +303,7 @@ class BufferRenamed:
     folder: bool = False
     id: int = 0
     file_attributes: bytes | None = None
+    attributes_before: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)

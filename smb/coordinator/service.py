@@ -663,6 +663,7 @@ class CoordinatorService(CoordinatorServicer):
         event = BufferRenamed(
             request.name, request.new_name, request.replace, request.displaced_name, request.folder, request.id,
             request.file_attributes if request.HasField("file_attributes") else None,
+            request.attributes_before if request.HasField("attributes_before") else None,
         )  # fmt: skip
         committed = await self._commit_log.commit(event)
         failpoint("coordinator.rename.stored")

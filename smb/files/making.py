@@ -168,20 +168,23 @@ class Maker:
             raise older()
         self._catalogue.add(spec.name, buffer, attributes)
 
-    def describe(self, found: FoundForm, attributes: bytes) -> bool:
+    def describe(self, found: FoundForm, attributes: bytes, *, unchanged: bool = False) -> bool:
         """Store a file's attributes; return False if the coordinator is older. Raises NotFoundError if another client
-        has replaced it.
+        has replaced it, and with `unchanged` AlreadyExistsError if another client has set some meanwhile.
         """
-        if attributes == found.info.file_attributes:
+        before = found.info.file_attributes
+        if attributes == before:
             return True
-        return self._describe(found.info.name, found.info.id, found.shown.name, attributes)
+        return self._describe(
+            found.info.name, found.info.id, found.shown.name, attributes, before if unchanged else None
+        )
 
     def describe_buffer(self, buffer: Buffer, attributes: bytes) -> None:
         """Store the attributes of an open file, wherever it is now."""
         self._describe(buffer.name, buffer.info.id, path_of(buffer.name), attributes)
 
-    def _describe(self, name: str, buffer_id: int, path: str, attributes: bytes) -> bool:
-        stored = rename_file(self._client, (name, buffer_id), name, attributes=attributes)
+    def _describe(self, name: str, buffer_id: int, path: str, attributes: bytes, before: bytes | None = None) -> bool:
+        stored = rename_file(self._client, (name, buffer_id), name, attributes=attributes, before=before)
         if stored:
             self._catalogue.describe(path, buffer_id, attributes)
         return stored

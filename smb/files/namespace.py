@@ -25,7 +25,7 @@ import numpy as np
 from smb.buffer import Buffer
 from smb.buffer_info import BufferInfo
 from smb.client import Client
-from smb.errors import Error, NotFoundError, PermissionDeniedError
+from smb.errors import AlreadyExistsError, Error, NotFoundError, PermissionDeniedError
 from smb.files.attributes import NONE, Attributes, FileKind, decode, merged
 from smb.files.catalogue import Catalogue
 from smb.files.contents import Frozen, FrozenFile, Live, Octets
@@ -745,14 +745,17 @@ class NameTree:
                 found = self._found(path)
                 if found.shown.version is not None:
                     raise refuse(errno.EACCES, f"{path!r} is one version of a buffer: set the attributes of the buffer")
-                self._catalogue.open(found.shown.name)  # the listing has what others set until now
-                found = self._found(path)
-                kept = decode(found.info.file_attributes)
-                if node is not None and node.stale:
-                    kept = replace(kept, modified=node.modified)
-                attributes = changed(kept)
-                if not self._maker.describe(found, attributes.encode()):
-                    raise older()
+                while True:
+                    self._catalogue.open(found.shown.name)  # the listing has what others set until now
+                    found = self._found(path)
+                    kept = decode(found.info.file_attributes)
+                    if node is not None and node.stale:
+                        kept = replace(kept, modified=node.modified)
+                    attributes = changed(kept)
+                    with suppress(AlreadyExistsError):  # others set some meanwhile: these stay, too
+                        if not self._maker.describe(found, attributes.encode(), unchanged=True):
+                            raise older()
+                        break
                 if attributes.modified != kept.modified:
                     self._modified.pop(found.info.id, None)
                 if node is not None:

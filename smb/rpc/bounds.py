@@ -25,6 +25,7 @@ ITEMS_MAX = 256  # of a list or a map
 _MORE: Mapping[str, int] = {
     "smb.v1.CreateBufferRequest.packed_metadata": metadata.PACKED_BYTES_MAX,
     "smb.v1.RenameBufferRequest.file_attributes": FILE_ATTRIBUTES_BYTES_MAX,
+    "smb.v1.RenameBufferRequest.attributes_before": FILE_ATTRIBUTES_BYTES_MAX,
     "smb.v1.CreateBufferRequest.server_names": 1024,  # the number of servers that a buffer can have
     "smb.v1.RenewServerRequest.broken": 4096,
     "smb.v1.RegisterServerRequest.segment_ids": 131_072,  # twice the mappings that Linux gives a process

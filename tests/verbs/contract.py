@@ -163,6 +163,7 @@ LEFT_OUT = {
     "regressions/test_no_thread_to_reconnect.py": "tests/verbs has links that break; the threads are the same",
     "regressions/test_no_answer_is_no_holder.py": "asks a server that is stopped, over any connection",
     "regressions/test_async_order.py": _ELSEWHERE,
+    "regressions/test_attributes_set_by_two_clients.py": _ELSEWHERE,
     "regressions/test_call_inside_a_call.py": _ELSEWHERE,
     "regressions/test_checkout_beside_an_installation.py": "is about imports",
     "regressions/test_close_beside_stopped_daemons.py": "tests/verbs/test_closing.py has it",

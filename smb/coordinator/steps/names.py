@@ -68,6 +68,11 @@ def buffer_renamed(state: State, event: BufferRenamed, _: Instant) -> Step:
     except NotFoundError as error:
         raise NotFoundError(f"{asked}: {error}") from None
     if event.file_attributes is not None:
+        if event.attributes_before is not None and record.file_attributes not in (
+            event.attributes_before,
+            event.file_attributes,  # the request is a repetition
+        ):
+            raise AlreadyExistsError(f"{asked}: another client has changed the attributes of its file meanwhile")
         state, record = _described(state, record, event.file_attributes, asked)
     if event.new_name == event.name:
         return state, (() if event.file_attributes is None else (SaveBuffer(record),))
