@@ -98,7 +98,7 @@ class MeshParameters(Parameters):
         """Raise Error: no single process has all values."""
         raise _apart()
 
-    def deltas(self, base: Values) -> Iterator[tuple[int, Values]]:
+    def deltas(self, base: Values, out: Values | None = None) -> Iterator[tuple[int, Values]]:
         """Raise Error: no single process has all values."""
         raise _apart()
 

@@ -26,7 +26,7 @@ from smb.torch.page_lock import page_lock
 from smb.torch.staging import Staging
 from smb.torch.tensor_slices import is_sharded
 from smb.torch.tensor_values import is_expanded, lasting
-from smb.train.parameters import BLOCK_ELEMENTS, Parameters, Values, scratch
+from smb.train.parameters import BLOCK_ELEMENTS, ArrayParameters, Parameters, Values, scratch
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _BLOCK = 1 << 19
@@ -110,16 +110,34 @@ class ModelParameters(Parameters):
         self._residuals: dict[int, torch.Tensor] = {}  # entry -> what rounding left out, in the parameter's type
         self._exact = False
         self._locked: set[int] = set()  # addresses of arrays from which devices copy directly
+        self._in_place: ArrayParameters | None = None  # the array that has all of them, as of the last look
         self._on_device: bool | None = None  # whether deltas are computed on the device; None: not measured yet
 
     def blocks_of(self, begin: int, end: int) -> tuple[VectorSlice, ...]:
         """Return the blocks in which a range of the vector is copied."""
         return tuple(_blocks_of(self.entries, begin, end))
 
+    @property
+    def array(self) -> Values | None:
+        """The array in which smb.torch.place has put the parameters, if they still lie there. Looks at each tensor."""
+        placed = self._placed()
+        return None if placed is None else placed.array
+
+    def _placed(self) -> ArrayParameters | None:
+        address = address_of(self.entries)
+        if address is None:
+            self._in_place = None
+        elif self._in_place is None or self._in_place.array.ctypes.data != address:
+            self._in_place = ArrayParameters(array_of(self.entries, self.size), "placed parameters")
+        return self._in_place
+
     def blocks(self) -> Iterator[tuple[int, Values]]:
-        """Yield copies of the values, including what keep_exact kept."""
+        """Yield the values, including what keep_exact kept: copies, or parts of the array if they lie in one."""
         if self.verify is not None:
             self.verify()
+        if (placed := self._placed()) is not None:
+            yield from placed.blocks()
+            return
         for block, found, room in self._walk(self._blocks):
             for part, values, residual in found:
                 room[part.here].copy_(values)
@@ -127,17 +145,22 @@ class ModelParameters(Parameters):
                     room[part.here].add_(residual)
             yield block.begin, room[: block.count].numpy()
 
-    def deltas(self, base: Values) -> Iterator[tuple[int, Values]]:
+    def deltas(self, base: Values, out: Values | None = None) -> Iterator[tuple[int, Values]]:
         """Yield the optimizer's changes: parameter - base, both rounded to the parameter's type."""
         if self.verify is not None:
             self.verify()
-        yield from self.deltas_of(self._blocks, base)
+        if (placed := self._placed()) is not None:
+            yield from placed.deltas(base, out)
+        else:
+            yield from self.deltas_of(self._blocks, base, out)
 
-    def deltas_of(self, blocks: Sequence[VectorSlice], base: Values) -> Iterator[tuple[int, Values]]:
+    def deltas_of(
+        self, blocks: Sequence[VectorSlice], base: Values, out: Values | None = None
+    ) -> Iterator[tuple[int, Values]]:
         """Yield the changes in some blocks."""
         if self._on_device is None and self._devices:
             self._on_device = self._device_is_faster(base)
-        yield from self._deltas(base, on_device=bool(self._on_device), blocks=blocks)
+        yield from self._deltas(base, on_device=bool(self._on_device), blocks=blocks, out=out)
 
     def _device_is_faster(self, base: Values) -> bool:
         """Compute one block on the host and one on the device, and compare the times. Both are computed once before,
@@ -156,11 +179,19 @@ class ModelParameters(Parameters):
         return seconds[3] < seconds[2]
 
     def _deltas(
-        self, base: Values, *, on_device: bool, blocks: Sequence[VectorSlice] | None = None
+        self,
+        base: Values,
+        *,
+        on_device: bool,
+        blocks: Sequence[VectorSlice] | None = None,
+        out: Values | None = None,
     ) -> Iterator[tuple[int, Values]]:
-        whole = torch.from_numpy(base)
+        whole, result = torch.from_numpy(base), None if out is None else torch.from_numpy(out)
         for block, found, room in self._walk(
-            self._blocks if blocks is None else blocks, residuals=False, base=whole if on_device else None
+            self._blocks if blocks is None else blocks,
+            residuals=False,
+            base=whole if on_device else None,
+            out=result,
         ):
             ours = whole[block.here]
             for part, values, _ in found:
@@ -175,7 +206,10 @@ class ModelParameters(Parameters):
 
     def fill(self, values: Values) -> None:
         """Copy the values, rounded to nearest, ties to even."""
-        self.fill_blocks(self._blocks, values)
+        if (placed := self._placed()) is not None:
+            placed.fill(values)
+        else:
+            self.fill_blocks(self._blocks, values)
 
     def fill_blocks(self, blocks: Sequence[VectorSlice], values: Values) -> None:
         """Copy some blocks of `values`, (n,)."""
@@ -223,14 +257,21 @@ class ModelParameters(Parameters):
         return {entry.tensor.device for entry in self.entries} - {_HOST}
 
     def _walk(
-        self, blocks: Sequence[VectorSlice], *, residuals: bool = True, base: torch.Tensor | None = None
+        self,
+        blocks: Sequence[VectorSlice],
+        *,
+        residuals: bool = True,
+        base: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
     ) -> Iterator[tuple[VectorSlice, list[_Found], torch.Tensor]]:
-        """Yield each block, its tensors' values in host memory, and room for the float32 values that are made of them.
-        Meanwhile the next block is fetched. With `base`, values on a device are fetched as their delta, in float32.
+        """Yield each block, its tensors' values in host memory, and room for the float32 values that are made of them:
+        the block's part of `out` if that is given. Meanwhile the next block is fetched. With `base`, values on a device
+        are fetched as their delta, in float32.
         """
         if not blocks:
             return  # a rank without any part
-        self._scratch_memory()
+        if out is None:
+            self._scratch_memory()
         flat = _Flat(self.entries)
         self._staging.begin(self._devices)
         coming: list[list[_Found]] = []
@@ -249,7 +290,7 @@ class ModelParameters(Parameters):
             if turn + 1 < len(blocks):
                 fetch(turn + 1)
             self._staging.wait(turn)
-            room = self._scratch[turn % len(self._scratch)]
+            room = self._scratch[turn % len(self._scratch)] if out is None else out[block.here]
             for gap in block.gaps:
                 room[gap] = 0.0
             yield block, coming.pop(0), room
@@ -402,6 +443,38 @@ def lay_out(tensors: Mapping[tuple[str, ...], torch.Tensor]) -> tuple[TensorTabl
     table = TensorTable.of({names[0]: (tuple(tensor.shape), "float32") for names, tensor in tensors.items()})
     infos = zip(tensors.items(), table.values(), strict=True)
     return table, tuple(TensorEntry(names, tensor, info.offset // 4) for (names, tensor), info in infos)
+
+
+def address_of(entries: Sequence[TensorEntry]) -> int | None:
+    """Return the address of the one float32 array in host memory in which all tensors lie, each at its offset, as
+    smb.torch.place puts them; None if they don't.
+    """
+    if not entries:
+        return None
+    first, last = entries[0], entries[-1]
+    address = first.tensor.data_ptr() - 4 * first.offset
+    for entry in entries:
+        tensor = entry.tensor
+        if (
+            tensor.device != _HOST
+            or tensor.dtype != torch.float32
+            or tensor.data_ptr() != address + 4 * entry.offset
+            or not tensor.is_contiguous()
+        ):
+            return None
+    # The tensors follow each other in one storage. Tensors that lie so by chance have storages of their own.
+    whole = last.tensor.untyped_storage()
+    begin = address - whole.data_ptr()
+    same = all(entry.tensor.untyped_storage().data_ptr() == whole.data_ptr() for entry in entries)
+    return address if same and begin >= 0 and begin + 4 * (last.offset + last.count) <= whole.nbytes() else None
+
+
+def array_of(entries: Sequence[TensorEntry], size: int) -> Values:
+    """Return the array in which all tensors lie: see address_of. It keeps the memory alive."""
+    first = entries[0]
+    begin = first.tensor.storage_offset() - first.offset
+    values: Values = first.tensor.detach().as_strided((size,), (1,), begin).numpy()
+    return values
 
 
 def _blocks_of(entries: Sequence[TensorEntry], start: int, stop: int) -> Iterator[VectorSlice]:

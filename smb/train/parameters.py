@@ -42,11 +42,12 @@ class Parameters(ABC):
         """
 
     @abstractmethod
-    def deltas(self, base: Values) -> Iterator[tuple[int, Values]]:
-        """Yield (begin, changes from there on), in order, since the values were filled with `base`, (n,).
+    def deltas(self, base: Values, out: Values | None = None) -> Iterator[tuple[int, Values]]:
+        """Yield (begin, changes from there on), in order, since the values were filled with `base`, (n,). No block has
+        more than BLOCK_ELEMENTS.
 
         A block is the caller's until the next but one is asked for, so one block can be sent while the next is
-        computed.
+        computed. With `out`, (n,), which may be `base` itself, the blocks are parts of it, and stay.
         """
 
     @abstractmethod
@@ -62,6 +63,13 @@ class Parameters(ABC):
         """From now on, if the values have fewer bits, keep beside them what rounding leaves out
         in fill and subtract.
         """
+
+    @property
+    def array(self) -> Values | None:
+        """All values as one float32 array, (n,), in the group's order, if they lie like that in host memory; else
+        None. A call may then read and set them without a copy.
+        """
+        return None
 
     def hold(self, values: Values) -> None:  # noqa: ARG002 - a subclass's to use
         """Take note that this array, (n,), will be given to fill, deltas or subtract again and again."""
@@ -143,12 +151,19 @@ class ArrayParameters(Parameters):
         for begin in range(0, self.size, BLOCK_ELEMENTS):
             yield begin, self._values[begin : begin + BLOCK_ELEMENTS]
 
-    def deltas(self, base: Values) -> Iterator[tuple[int, Values]]:
+    @property
+    def array(self) -> Values:
+        """The array."""
+        return self._values
+
+    def deltas(self, base: Values, out: Values | None = None) -> Iterator[tuple[int, Values]]:
         """Yield values - base."""
-        if not self._scratch:
+        if out is None and not self._scratch:
             self._scratch = scratch(self.size)
-        for (begin, values), room in zip(self.blocks(), cycle(self._scratch), strict=False):
-            yield begin, np.subtract(values, base[begin : begin + values.size], out=room[: values.size])
+        rooms = cycle(self._scratch)
+        for begin, values in self.blocks():
+            room = next(rooms)[: values.size] if out is None else out[begin : begin + values.size]
+            yield begin, np.subtract(values, base[begin : begin + values.size], out=room)
 
     def fill(self, values: Values) -> None:
         self._values[:] = values

@@ -26,7 +26,7 @@ from smb.buffer import Buffer
 from smb.errors import Error, InvalidArgumentError, UnavailableError
 from smb.feedback import as_sent
 from smb.train.guards import Check, Norm
-from smb.train.ledger import Ledger, Run
+from smb.train.ledger import BLOCK_ELEMENTS, NOTHING, Ledger, Run
 from smb.train.parameters import Parameters, Values
 from smb.train.traits import ELASTIC, EXACT, FUSED, ROUNDS
 
@@ -178,8 +178,9 @@ class Mover(ABC):
 
 class ArrayMover(Mover):
     """Moves the values of one process, block by block. It keeps arrays of the model's size in host memory. In ROUNDS: a
-    base, and the changes that are due if contributions are sent in fewer bits. In FUSED: both, and one more during an
-    exchange. In ELASTIC: the difference.
+    base, and the changes that are due if contributions are sent in fewer bits. In FUSED: a base, and an array for the
+    values that come back, unless the parameters are one array that takes them itself; if contributions are sent in
+    fewer bits, or after a failed call, also the changes that are due. In ELASTIC: the difference.
     """
 
     def __init__(
@@ -196,13 +197,14 @@ class ArrayMover(Mover):
         self._way = way
         self._arrived = arrived
         self._call: Future[None] | None = None  # adds a difference in the background
+        self._spare: Values | None = None  # receives the values of the next exchange in place
         size = parameters.size
         if way == ROUNDS:
             due = None if weights.wire == EXACT else np.zeros(size, np.float32)
             self.ledger = Ledger(np.empty(size, np.float32), due)
             parameters.hold(self.ledger.base)
         elif way == FUSED:
-            self.ledger = Ledger(np.zeros(size, np.float32), np.zeros(size, np.float32))
+            self.ledger = Ledger(np.zeros(size, np.float32))
         else:
             self.ledger = Ledger(due=np.empty(size, np.float32))
             parameters.hold(self.difference)
@@ -229,7 +231,7 @@ class ArrayMover(Mover):
         fails.
         """
         if self._way == FUSED:
-            self.ledger.landing = np.empty_like(self.ledger.base)
+            self.ledger.landing, self._spare = self._room(), None
         self._parameters.read(weights, self.fetched)
 
     def adopt(self) -> None:
@@ -240,6 +242,7 @@ class ArrayMover(Mover):
 
     def forget(self) -> None:
         self.ledger.forget()
+        self._nothing_is_due()
 
     # ---- ROUNDS
 
@@ -301,8 +304,75 @@ class ArrayMover(Mover):
 
     # ---- FUSED
 
+    def exchange(self, check: Check, *, fetch: bool) -> None:
+        """As Mover.exchange. If contributions are sent exactly, in one call, and nothing of an earlier one is due, the
+        exchange is made in place: the changes replace the base in its memory, and what comes back is the next base. So
+        no change is copied, and no array is made.
+        """
+        whole = tuple(self._parameters.runs) == (Run(0, self._parameters.origin, self._parameters.size),)
+        if whole and self._weights.wire == EXACT and self.ledger.due is None:
+            self._exchange_in_place(check, fetch=fetch)
+            return
+        super().exchange(check, fetch=fetch)
+        if whole:
+            self._nothing_is_due()
+
+    def _exchange_in_place(self, check: Check, *, fetch: bool) -> None:
+        ledger, parameters, found = self.ledger, self._parameters, Norm()
+        noted: int | None = 0  # so many elements of the base's memory are changes
+        array = parameters.array if fetch else None
+        try:
+            for begin, done in parameters.deltas(ledger.base, out=ledger.base):
+                noted = begin + done.size
+                found.add(done)
+            ledger.base, ledger.due, noted = NOTHING, ledger.base, None
+            check(found, whole=True)
+            ledger.begin(parameters.runs)
+            if fetch:
+                ledger.landing = self._room() if array is None else array
+            ledger.add(lambda run: self._add(run, fetch=fetch))
+            self._moved_bytes += self._sent_bytes + (self._weights.nbytes if fetch else 0)
+            changes, ledger.due = self.difference, None
+            landing, ledger.landing = ledger.landing, None
+            if landing is not None and landing is not array:
+                parameters.fill(landing)
+                ledger.base, self._spare = landing, changes
+            else:  # the parameters have the values already
+                ledger.base = copied(parameters, changes)
+        except BaseException:
+            ledger.landing = None
+            self._leave_place(noted)
+            raise
+
+    def _leave_place(self, noted: int | None) -> None:
+        """After a failure, before the parameters change: give the base an array of its own again. `noted`: see
+        _exchange_in_place; None if all changes were noted.
+        """
+        ledger = self.ledger
+        if noted is None and ledger.base.size:
+            return
+        base = copied(self._parameters, np.empty(self._parameters.size, np.float32))
+        if noted is not None:
+            # Ctrl-C while the changes were computed. It is unknown whether the block after `noted` was replaced
+            # already, so its changes are dropped.
+            base[noted + BLOCK_ELEMENTS :] = ledger.base[noted + BLOCK_ELEMENTS :]
+            ledger.base[noted:] = 0
+            ledger.due = ledger.base
+        ledger.base = base
+
+    def _room(self) -> Values:
+        """Return an array for values that arrive."""
+        return np.empty(self._parameters.size, np.float32) if self._spare is None else self._spare
+
+    def _nothing_is_due(self) -> None:
+        """Free the memory of changes that are due, if nothing can remain there: exact contributions count whole."""
+        if self._way == FUSED and self._weights.wire == EXACT:
+            self.ledger.due = None
+
     def take(self) -> Norm:
         """Compute block by block. Includes what is left of an exchange that ended before its first call."""
+        if self.ledger.due is None:
+            self.ledger.due = np.zeros_like(self.ledger.base)
         for begin, done in self._parameters.deltas(self.ledger.base):
             self.ledger.note(begin, done)
         return self._norm()
@@ -310,11 +380,9 @@ class ArrayMover(Mover):
     def add(self, fetch: bool) -> None:
         """Make one call for each run that this process sends."""
         self.ledger.begin(self._parameters.runs, self._weights)
-        self.ledger.landing = None
+        self.ledger.landing = self._room() if fetch else None
         self.ledger.add(lambda run: self._add(run, fetch=fetch))
         self.ledger.count()
-        if fetch and self.ledger.landing is None:  # this process sends no run
-            self.ledger.landing = np.empty_like(self.ledger.base)
 
     def add_missing(self) -> bool:
         if not self.ledger.under_way:
@@ -322,19 +390,13 @@ class ArrayMover(Mover):
         self.ledger.ask(functools.partial(missed, self._weights))
         self.ledger.add(lambda run: self._add(run, fetch=False))
         self.ledger.count()
+        self._nothing_is_due()
         return True
 
     def _add(self, run: Run, *, fetch: bool = False) -> None:
-        ledger = self.ledger
-        fetched = self._weights.accumulate(self.difference[run.indices], run.there, fetch=fetch)
-        if fetched is None:
-            return
-        if run.count == ledger.base.size:
-            ledger.landing = fetched
-            return
-        if ledger.landing is None:
-            ledger.landing = np.empty_like(ledger.base)
-        ledger.landing[run.indices] = fetched
+        landing = self.ledger.landing
+        out = landing[run.indices] if fetch and landing is not None else None
+        self._weights.accumulate(self.difference[run.indices], run.there, fetch=fetch, out=out)
 
     def _norm(self) -> Norm:
         found = Norm()
@@ -422,6 +484,13 @@ def mover_of(group: Group, parameters: Parameters, way: str, arrived: Callable[[
     """Return the object that moves a worker's values: the parameters' own, if they have one."""
     found = parameters.mover(group, way, arrived)
     return found or ArrayMover(group.weights, parameters, way, group.sent_bytes, arrived)
+
+
+def copied(parameters: Parameters, out: Values) -> Values:
+    """Copy the present values into `out`, (n,), and return it."""
+    for begin, block in parameters.blocks():
+        out[begin : begin + block.size] = block
+    return out
 
 
 def take_difference(values: Values, shared: Values, alpha: float) -> None:

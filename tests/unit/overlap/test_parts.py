@@ -37,7 +37,7 @@ class Numbers(ByParts):
         """Copy."""
         self.values[:] = values
 
-    def deltas(self, base: Values) -> Iterator[tuple[int, Values]]:
+    def deltas(self, base: Values, out: Values | None = None) -> Iterator[tuple[int, Values]]:
         raise AssertionError
 
     def blocks(self) -> Iterator[tuple[int, Values]]:

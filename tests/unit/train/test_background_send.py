@@ -8,7 +8,10 @@ import numpy as np
 import pytest
 
 import smb
+import smb.train
 from smb.train import ledger as ledger_of
+from smb.train import parameters as parameters_of
+from smb.train.exchange import mover as mover_of
 from smb.train.exchange.mover import ArrayMover
 from smb.train.guards import Norm
 from smb.train.ledger import Run
@@ -27,14 +30,15 @@ class Weights:
         self.name = "weights"
         self._missing: list[range] | None = None
 
-    def accumulate(self, array: np.ndarray, offset: int = 0, *, fetch: bool = False) -> Any:  # type: ignore[type-arg]
+    def accumulate(self, array: Any, offset: int = 0, *, fetch: bool = False, out: Any = None) -> None:
         if self.fails:
             applied = self.fails.pop(0)
             self._missing = None if applied is None else [range(offset + applied, offset + array.size)]
             self.values[offset:][: applied or 0] += array[: applied or 0]
             raise self.error
         self.values[offset : offset + array.size] += _rounded(self, array, offset)
-        return self.values.copy() if fetch else None
+        if fetch:
+            out[:] = self.values[offset : offset + array.size]
 
     def settle(self, error: BaseException) -> list[range]:
         if self.away:
@@ -48,7 +52,7 @@ class Weights:
     wire = "exact"
     nbytes = 40
 
-    def read(self, *, out: Any, wire: str) -> None:
+    def read(self, offset: int = 0, count: int | None = None, *, out: Any, wire: str) -> None:
         out[:] = self.values
 
 
@@ -81,6 +85,132 @@ def test_a_failed_delta_counts_once(applied: int | None) -> None:
     deltas.send(fetch=True)
     assert (weights.values == 4).all()
     assert (values == 4).all()
+
+
+def passed(contribution: Norm, *, whole: bool) -> None:
+    """A check that refuses nothing."""
+
+
+class Apart(ArrayParameters):
+    """Values that are not one array for a call: what comes back is copied to them."""
+
+    array = None  # type: ignore[assignment]
+
+
+@pytest.fixture(params=[ArrayParameters, Apart])
+def in_place(request: pytest.FixtureRequest) -> tuple[Weights, Any, ArrayMover]:
+    """A mover after one exchange in place, which had the worker add 1 and another one 4."""
+    weights, values = Weights(10), np.zeros(10, np.float32)
+    deltas = ArrayMover(weights, request.param(values, "test"), FUSED)  # type: ignore[arg-type]
+    values += 1
+    weights.values += 4
+    deltas.exchange(passed, fetch=True)
+    assert (weights.values == 5).all()
+    assert (values == 5).all()
+    return weights, values, deltas
+
+
+@pytest.mark.parametrize("fetch", [True, False])
+@pytest.mark.parametrize("applied", [None, 0, 4, 10])
+def test_an_exchange_in_place_that_failed_counts_once(
+    in_place: tuple[Weights, Any, ArrayMover], applied: int | None, fetch: bool
+) -> None:
+    """What the optimizer does before it is finished counts in the next exchange."""
+    weights, values, deltas = in_place
+    values += 3
+    weights.fails = [applied]
+    with pytest.raises(smb.UnavailableError):
+        deltas.exchange(passed, fetch=fetch)
+    values += 1
+    assert deltas.finish()
+    assert (weights.values == 8).all()
+    weights.values += 16
+    deltas.exchange(passed, fetch=True)
+    assert (weights.values == 25).all()
+    assert (values == 25).all()
+    values += 1
+    deltas.exchange(passed, fetch=True)
+    assert (weights.values == 26).all()
+
+
+def test_an_exchange_in_place_without_the_sums(in_place: tuple[Weights, Any, ArrayMover]) -> None:
+    weights, values, deltas = in_place
+    weights.values += 16
+    for _ in range(2):
+        values += 3
+        deltas.exchange(passed, fetch=False)
+    assert (values == 11).all()
+    assert (weights.values == 27).all()
+
+
+@pytest.mark.parametrize("error", [smb.UnavailableError("away"), KeyboardInterrupt()])
+def test_changes_whose_check_failed_count_in_the_next_exchange(
+    in_place: tuple[Weights, Any, ArrayMover], error: BaseException
+) -> None:
+    weights, values, deltas = in_place
+    values += 3
+
+    def fail(contribution: Norm, *, whole: bool) -> None:
+        raise error
+
+    with pytest.raises(type(error)):
+        deltas.exchange(fail, fetch=True)
+    values += 1
+    assert not deltas.finish()
+    for _ in range(2):
+        deltas.exchange(passed, fetch=True)
+        assert (weights.values == 9).all()
+        assert (values == 9).all()
+
+
+def test_refused_changes_in_place_are_dropped(in_place: tuple[Weights, Any, ArrayMover]) -> None:
+    weights, values, deltas = in_place
+    values += 3
+
+    def refuse(contribution: Norm, *, whole: bool) -> None:
+        raise smb.train.RefusedContributionError("too much")
+
+    with pytest.raises(smb.train.RefusedContributionError):
+        deltas.exchange(refuse, fetch=True)
+    deltas.restart()
+    assert (values == 5).all()
+    values += 1
+    deltas.exchange(passed, fetch=True)
+    assert (weights.values == 6).all()
+
+
+@pytest.mark.parametrize("replaced", [True, False])
+@pytest.mark.parametrize("begin", [0, 4, 8])
+def test_ctrl_c_while_changes_are_computed_in_place(
+    in_place: tuple[Weights, Any, ArrayMover], monkeypatch: pytest.MonkeyPatch, begin: int, replaced: bool
+) -> None:
+    """Before or after a block of the base is replaced. That block's changes are lost, the others' count once, and no
+    element gets anything else.
+    """
+    weights, values, deltas = in_place
+    monkeypatch.setattr(parameters_of, "BLOCK_ELEMENTS", 4)
+    monkeypatch.setattr(mover_of, "BLOCK_ELEMENTS", 4)
+    values += 3
+
+    def interrupted(self: Any, base: Any, out: Any = None) -> Any:
+        for at in range(0, 10, 4):
+            if at == begin and not replaced:
+                raise KeyboardInterrupt
+            block = slice(at, at + 4)
+            np.subtract(values[block], base[block], out=out[block])
+            if at == begin:
+                raise KeyboardInterrupt
+            yield at, out[block]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ArrayParameters, "deltas", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            deltas.exchange(passed, fetch=True)
+    deltas.exchange(passed, fetch=True)
+    lost = range(begin, min(begin + 4, 10))
+    assert (weights.values[lost] == 5).all()
+    assert (np.delete(weights.values, lost) == 8).all()
+    assert (values == weights.values).all()
 
 
 def test_what_nobody_remembers_counts_at_most_once() -> None:
@@ -145,8 +275,8 @@ def test_an_interrupt_as_the_call_returned() -> None:
     values += 3
     deltas.take()
 
-    def interrupted(array: Any, offset: int = 0, *, fetch: bool = False) -> None:
-        Weights.accumulate(weights, array, offset, fetch=fetch)
+    def interrupted(array: Any, offset: int = 0, *, fetch: bool = False, out: Any = None) -> None:
+        Weights.accumulate(weights, array, offset, fetch=fetch, out=out)
         raise KeyboardInterrupt
 
     weights.accumulate = interrupted  # type: ignore[method-assign]
@@ -211,7 +341,8 @@ def test_an_interrupt_while_rounding_is_counted(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(ledger_of, "as_sent", _rounded)
     assert deltas.finish()
     assert not deltas.finish()
-    assert np.allclose(weights.values + deltas.difference, 3 * 1.0001, rtol=0, atol=1e-6)
+    due = 0 if deltas.ledger.due is None else deltas.ledger.due
+    assert np.allclose(weights.values + due, 3 * 1.0001, rtol=0, atol=1e-6)
 
 
 def test_an_interrupt_before_the_first_call(monkeypatch: pytest.MonkeyPatch) -> None:
