@@ -21,6 +21,7 @@ from perf.training import (
     large,
     overlap,
     peers,
+    placed,
     predicted,
     r2sp,
     race,
@@ -47,6 +48,7 @@ EXPERIMENTS: dict[str, Callable[[bool], Answer]] = {
     "simulated": sharing.how_near,
     "together": together.how_much_better,
     "divided": divided.how_much_sooner,
+    "placed": placed.beside_one_call,
     "device": device.beside_bare_copies,
     "peers": peers.bytes_to_a_loss,  # last: from then on this process has a network of its own
 }

@@ -5,7 +5,20 @@ Needs torch; `import smb` does not.
 
 from smb.torch.joining import join
 from smb.torch.page_lock import mapped
+from smb.torch.placement import Placement, place
 from smb.torch.publish import Follower, Generation, Publisher, follow, publish
 from smb.torch.shared_model import Shared, shared_state_dict
 
-__all__ = ["Follower", "Generation", "Publisher", "Shared", "follow", "join", "mapped", "publish", "shared_state_dict"]
+__all__ = [
+    "Follower",
+    "Generation",
+    "Placement",
+    "Publisher",
+    "Shared",
+    "follow",
+    "join",
+    "mapped",
+    "place",
+    "publish",
+    "shared_state_dict",
+]

@@ -249,6 +249,7 @@ LEFT_OUT = {
     "train/test_near_deltas.py": "readers of mirrors choose before any transport does",
     "train/test_near_readers.py": "readers of mirrors choose before any transport does",
     "train/test_overlap.py": _TRAINING,
+    "train/test_placement.py": _TRAINING,
     "train/test_plan_calls.py": _TRAINING,
     "train/test_publish_pairs.py": _TRAINING,
     "train/test_round_trips.py": _TRAINING,

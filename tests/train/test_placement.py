@@ -1,0 +1,205 @@
+"""A model placed in one array of the client's memory trains to the same bits, and stays placed, or is copied again."""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import smb
+import smb.torch
+from tests.conftest import Connect
+
+SCHEMES = [
+    ("asp", {}, "exact"),
+    ("asp", {}, "int8"),
+    ("ssp", {}, "exact"),
+    ("r2sp", {"warmup": 1}, "exact"),
+    ("bsp", {}, "exact"),
+    ("localsgd", {"every": 2}, "int8"),
+    ("diloco", {"every": 2, "fragments": 2}, "exact"),
+    ("easgd", {"every": 2}, "exact"),
+]
+
+
+class Network(nn.Module):
+    """With tied parameters, a frozen one, running statistics, and a tensor whose place needs padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first = nn.Linear(6, 7)
+        self.norm = nn.BatchNorm1d(7)
+        self.second = nn.Linear(6, 7)
+        self.second.weight = self.first.weight
+        self.frozen = nn.Linear(7, 7)
+        self.frozen.requires_grad_(False)
+        self.unused = nn.Linear(2, 2)
+        self.last = nn.Linear(7, 3)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.last(self.frozen(torch.tanh(self.norm(self.first(rows)) + self.second(rows))))
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return torch.optim.AdamW(trained, lr=0.05)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, first: int = 0) -> None:
+    for number in range(first, first + steps):
+        rows = torch.randn(16, 6, generator=torch.Generator().manual_seed(number))
+        optimizer.zero_grad()
+        model(rows).square().mean().backward()
+        optimizer.step()
+
+
+def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def is_placed(model: nn.Module, placed: smb.torch.Placement) -> bool:
+    memory = torch.from_numpy(placed.values)
+    return all(
+        dict(model.named_parameters())[name].data_ptr() == memory.data_ptr() + info.offset
+        for name, info in placed.table.items()
+    )
+
+
+@pytest.mark.parametrize(("scheme", "settings", "wire"), SCHEMES, ids=str)
+def test_the_same_bits_as_without(connect: Connect, scheme: str, settings: dict[str, Any], wire: str) -> None:
+    """Also after values were loaded and the model was joined again. Afterwards it lies where it was placed."""
+    client, models = connect(), []
+    for name in ("placed", "scattered"):
+        model = Network()
+        optimizer = adam(model)
+        placed = smb.torch.place(model, optimizer, client) if name == "placed" else None
+        for turn in range(2):
+            with smb.torch.join(
+                model, optimizer, name, client=client, scheme=scheme, wire=wire, fresh=turn == 1, **settings
+            ):
+                train(model, optimizer, 5, first=5 * turn)
+                model.load_state_dict(copy.deepcopy(model.state_dict()))
+                train(model, optimizer, 2, first=100)
+        if placed is not None:
+            assert is_placed(model, placed)
+        models.append(model)
+    assert same(models[0].state_dict(), models[1].state_dict())
+    assert same(smb.torch.shared_state_dict(client, "placed"), smb.torch.shared_state_dict(client, "scattered"))
+
+
+def test_two_workers_one_of_them_placed(connect: Connect) -> None:
+    """Each sees the other's steps in its parameters."""
+    models, shared = [], []
+    for number in range(2):
+        model, client = Network(), connect()
+        optimizer = torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=0.1)
+        if number == 0:
+            placed = smb.torch.place(model, optimizer, client)
+        shared.append(smb.torch.join(model, optimizer, "run", client=client, scheme="asp"))
+        models.append((model, optimizer))
+    for number in range(6):
+        train(*models[number % 2], 1, first=number)
+    train(*models[0], 1)
+    now = {name: value.detach().clone() for name, value in models[0][0].named_parameters() if value.requires_grad}
+    assert all(torch.equal(value, shared[1].state_dict()[name]) for name, value in now.items())
+    assert is_placed(models[0][0], placed)
+    for each in shared:
+        each.close()
+    assert same(
+        *(
+            {name: value for name, value in model.state_dict().items() if "num_batches" not in name}
+            for model, _ in models
+        )
+    )
+
+
+def test_values_and_gradients_are_views(connect: Connect) -> None:
+    model = Network()
+    optimizer = torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=0.1)
+    train(model, optimizer, 1)
+    before, slope = copy.deepcopy(model.state_dict()), model.last.weight.grad.clone()
+    placed = smb.torch.place(model, optimizer, connect(), gradients=True)
+    assert same(before, model.state_dict())
+    assert len(placed.table) == 9  # one of the tied ones, none of the frozen ones
+    assert placed.gradients is not None
+    at = placed.table["last.weight"].offset // 4
+    assert torch.equal(torch.from_numpy(placed.gradients[at : at + 21]).view(3, 7), slope)
+    optimizer.zero_grad(set_to_none=False)
+    assert not placed.gradients.any()
+    model(torch.ones(4, 6)).sum().backward()
+    assert placed.gradients[at : at + 21].any()
+    used = np.zeros(placed.table.size, bool)
+    for info in placed.table.values():
+        used[info.offset // 4 : info.offset // 4 + info.size] = True
+    assert not placed.values[~used].any()  # what lies between two tensors
+
+
+def test_a_copy_has_memory_of_its_own(connect: Connect) -> None:
+    """A deep copy, a pickled model, and one loaded from a state."""
+    model = Network()
+    optimizer = adam(model)
+    placed = smb.torch.place(model, optimizer, connect())
+    kept = io.BytesIO()
+    torch.save(model, kept)
+    kept.seek(0)
+    loaded = Network()
+    loaded.load_state_dict(model.state_dict())
+    others = [copy.deepcopy(model), torch.load(kept, weights_only=False), loaded]
+    before = copy.deepcopy(model.state_dict())
+    assert all(same(before, other.state_dict()) for other in others)
+    placed.values[:] = 7
+    assert all(same(before, other.state_dict()) for other in others)
+    assert (model.last.weight == 7).all()
+
+
+def test_a_tensor_that_moved_is_copied_as_before(connect: Connect) -> None:
+    """As model.to() moves them, in the middle of a training; and it counts to the same bits."""
+    client, models = connect(), []
+    for name in ("moved", "scattered"):
+        model = Network()
+        optimizer = adam(model)
+        if name == "moved":
+            placed = smb.torch.place(model, optimizer, client)
+        with smb.torch.join(model, optimizer, name, client=client, scheme="asp") as shared:
+            train(model, optimizer, 3)
+            for each in (model.last.weight, model.first.bias):
+                each.data = each.data.clone()
+            assert shared._trained.array is None
+            train(model, optimizer, 3, first=3)
+        models.append(model)
+    assert not is_placed(models[0], placed)
+    assert same(models[0].state_dict(), models[1].state_dict())
+
+
+@pytest.mark.parametrize("overlap", ["forward", "both"])
+def test_placed_with_overlap(connect: Connect, overlap: str) -> None:
+    client, models = connect(), []
+    for name in ("placed", "scattered"):
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if name == "placed":
+            smb.torch.place(model, optimizer, client)
+        with smb.torch.join(model, optimizer, name, client=client, scheme="asp", overlap=overlap):
+            train(model, optimizer, 8)
+        models.append(model.state_dict())
+    assert same(*models)
+
+
+def test_what_cannot_be_placed(connect: Connect) -> None:
+    """The model is as it was."""
+    client = connect()
+    model = Network()
+    model.last.to(torch.bfloat16)
+    where = model.first.weight.data_ptr()
+    with pytest.raises(smb.InvalidArgumentError, match=r"'last.weight' is torch.bfloat16 on cpu; only float32 in host"):
+        smb.torch.place(model, adam(model), client)
+    assert model.first.weight.data_ptr() == where
+    with pytest.raises(smb.InvalidArgumentError, match="the optimizer trains 9 tensors that are not parameters of"):
+        smb.torch.place(Network(), adam(model), client)
