@@ -782,7 +782,7 @@ def _made(
         weights = client.create(name, parameters.size, "float32", metadata=metadata, **placement)
         copies = weights.info.replicas
         client.create(f"{name}/tick", 1, "int64", servers=1, replicas=copies)
-        shape = (1 + t.SLOTS, t.FIELDS)
+        shape = (1 + scheme.MEMBERS_MAX, t.FIELDS)
         table = t.Table(client.create(f"{name}/members", shape, "int64", servers=1, replicas=copies))
         parameters.store(weights)
         table.add(0, t.READY, 1)

@@ -1,6 +1,10 @@
 """The table of a group: one row for the group and one for each member. Members tell each other everything through it.
 
-The table is an int64 buffer, (1 + SLOTS) x FIELDS, small enough for one chunk, so that one read shows everything. Words
+The table is an int64 buffer, (1 + slots) x FIELDS, small enough for one chunk, so that one read shows everything. How
+many slots there are depends on the scheme: SLOTS with rounds, whose members are a set in one word, up to SLOTS_MAX
+without. Slots are taken from the lowest on, and a read leaves out the rows above the highest slot that was ever taken.
+
+Words
 that decide something are changed by compare_swap alone, and contain the incarnation of their owner. So a member that
 was stopped for long, and whose slot has another owner now, changes nothing. Words that only inform are written plainly
 by their owner.
@@ -15,7 +19,8 @@ from numpy.typing import NDArray
 
 from smb.buffer import Buffer
 
-SLOTS = 48  # members at a time; a set of slots and 16 bits of a round's number fit one word
+SLOTS = 48  # members at a time with rounds; a set of slots and 16 bits of a round's number fit one word
+SLOTS_MAX = 512  # without rounds: half of a chunk of the default size
 FIELDS = 32
 ROUND_SHIFT = 24
 
@@ -28,6 +33,7 @@ GROUP_EXTRA = 3  # 3 to 15 belong to the scheme
 GROUP_EXTRA_END = 16
 DECIDED = 16  # 16 to 31 (rounds.py): the members that count in round r, in column DECIDED + r % DECIDED_KEPT
 DECIDED_KEPT = 16
+USED = DECIDED  # in a table with more than SLOTS slots: the number of slots up to the highest that was ever taken
 
 # ---- a member's row
 INCARNATION = 0  # 0: the slot is free
@@ -67,12 +73,27 @@ class Table:
 
     def __init__(self, buffer: Buffer) -> None:
         self.buffer = buffer
+        self.slots = int(buffer.shape[0]) - 1
+        self._shown = min(self.slots, SLOTS)  # slots whose rows are read
 
     def read(self) -> Rows:
-        """Return a new array of all rows, (1 + SLOTS, FIELDS): row 0 is the group's, row 1 + slot a member's."""
-        rows: Rows = np.empty(self.buffer.shape, np.int64)
-        self.buffer.read(out=rows)
-        return rows
+        """Return a new array of all rows, (1 + slots, FIELDS): row 0 is the group's, row 1 + slot a member's. One call,
+        or two if slots beyond SLOTS were taken since the last read.
+        """
+        rows: Rows = np.zeros(self.buffer.shape, np.int64)
+        while True:
+            self.buffer.read(0, (1 + self._shown) * FIELDS, out=rows[: 1 + self._shown])
+            if self.slots <= SLOTS or rows[0, USED] <= self._shown:
+                return rows
+            self._shown = min(int(rows[0, USED]), self.slots)
+
+    def show(self, slot: int) -> None:
+        """Let every read include this slot's row from now on. Call it before anything is written there. At most one
+        small call.
+        """
+        if slot >= self._shown:
+            self.raise_all([0], USED, slot + 1)
+            self._shown = slot + 1
 
     def raise_to(self, row: int, column: int, value: int) -> Rows:
         """Set one element to the larger of its value and `value`, and return all rows as they are afterwards. One call.

@@ -195,7 +195,7 @@ def admit(
     seen = table.read().copy()
     now = int(seen[0, t.ROUND]) >> t.ROUND_SHIFT
     taken = list(live(seen))
-    free = [slot for slot in range(t.SLOTS) if slot not in taken]
+    free = [slot for slot in range(table.slots) if slot not in taken]
     # A slot whose former holder's contribution to the open round may still count is taken last.
     free.sort(key=lambda slot: (_may_count(seen[1 + slot], now), slot != own, slot))
     for slot in free + taken:
@@ -220,7 +220,7 @@ def admit(
         with contextlib.suppress(LockLostError):
             lock.release()
     raise NoSlotError(
-        f"join of training {group!r}: all of its {t.SLOTS} slots are taken; try again when a member has left"
+        f"join of training {group!r}: all of its {table.slots} slots are taken; try again when a member has left"
     )
 
 
@@ -362,6 +362,7 @@ def _seated(table: t.Table, slot: int, holder: int, lock: Lock, first_clock: Cal
     process was stopped for so long that the slot belongs to another member.
     """
     row = 1 + slot
+    table.show(slot)
     incarnation = table.add(0, t.INCARNATIONS, 1) + 1
     if holder:
         table.swap(row, t.INCARNATION, holder, 0)

@@ -412,7 +412,8 @@ def _make(
         made.append(buffer)
         return buffer
 
-    members = t.Table(new(f"{name}/members", (1 + t.SLOTS, t.FIELDS), "int64", servers=1))
+    shape = (1 + head.scheme.MEMBERS_MAX, t.FIELDS)
+    members = t.Table(new(f"{name}/members", shape, "int64", servers=1))
     new(f"{name}/tick", 1, "int64", servers=1)
     weights = new(name, fields["size"], "float32", metadata=metadata, **placement)
     for each, info in (weights.table or _whole(weights.size)).items():

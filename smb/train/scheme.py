@@ -134,6 +134,7 @@ class Scheme(ABC):
     NAME: ClassVar[str]
     TRAITS: ClassVar[Traits] = Traits(way=FUSED)
     WAITS: ClassVar[bool] = False  # whether each worker waits for the others' contributions
+    MEMBERS_MAX: ClassVar[int] = t.SLOTS_MAX  # of a training, at a time
 
     def __init_subclass__(cls) -> None:
         """Register the scheme under its name."""

@@ -72,7 +72,7 @@ class GroupStatus:
 
 def _taken(rows: t.Rows) -> list[int]:
     """Return the slots that have or had a holder, except slots whose holder goes on in another one."""
-    return [slot for slot in range(t.SLOTS) if rows[1 + slot, t.MARK] and rows[1 + slot, t.PID]]
+    return [slot for slot in range(len(rows) - 1) if rows[1 + slot, t.MARK] and rows[1 + slot, t.PID]]
 
 
 def status(client: Client, name: str) -> GroupStatus:

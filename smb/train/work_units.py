@@ -30,6 +30,7 @@ from smb.train.join_locks import keeping
 from smb.train.members import Member, MembershipLostError
 
 if TYPE_CHECKING:
+    from smb.buffer import Buffer
     from smb.train.worker import Worker
 
 METADATA = "smb.train.work_units"
@@ -127,10 +128,7 @@ class WorkUnits:
                     f"{asked}: they exist with the settings {found}, not {settings}; pass the same, or take "
                     f"another name"
                 )
-            shape = (1 + t.SLOTS, t.FIELDS)
-            self._table = t.Table(
-                client.create(f"{name}/members", shape, "int64", servers=1, replicas=replicas, exist_ok=True)
-            )
+            self._table = t.Table(_members(client, f"{name}/members", worker, replicas))
             self._tick = client.create(f"{name}/tick", 1, "int64", servers=1, replicas=replicas, exist_ok=True)
         self._seen = self._tick.version
         self._member: Member | None = self._admit()
@@ -405,6 +403,17 @@ class WorkUnits:
                 self._seen = self._tick.wait(self._seen + 1, timeout=max(0.05, self._lease / 4))
             except DeadlineError:
                 member = self._here()
+
+
+def _members(client: Client, name: str, worker: Worker | None, replicas: int) -> Buffer:
+    """Return the buffer of the table, made if there is none: with as many slots as the training's, or most of all. The
+    caller holds the lock under which it is made.
+    """
+    slots = t.SLOTS_MAX if worker is None else worker.group.table.slots
+    with contextlib.suppress(NotFoundError):
+        if (found := client.open(name)).shape == (1 + t.SLOTS, t.FIELDS):
+            return found  # an earlier release made it
+    return client.create(name, (1 + slots, t.FIELDS), "int64", servers=1, replicas=replicas, exist_ok=True)
 
 
 def epochs_of(client: Client, name: str) -> tuple[int | None, bool]:

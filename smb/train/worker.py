@@ -51,14 +51,14 @@ def join(
     Client.create. For later workers the present shared model is written into `values`; None adopts the group's setting.
     fresh=True begins anew: it deletes a training of this name in which nobody is alive, with its model.
 
-    Blocks for a few calls, and does not hold up workers that train. If the cluster can't take it now, or all 48 slots
+    Blocks for a few calls, and does not hold up workers that train. If the cluster can't take it now, or all slots
     are taken, it tries again for up to the client's timeout, which is logged. Logs the join (smb.train, INFO), to
     standard error unless the program has set up logging.
 
     Raises AlreadyExistsError with fresh=True if other workers of the training are alive, InvalidArgumentError if the
     settings differ from the group's (the error says which), NotFoundError if there is no group and no scheme was given,
-    OutOfMemoryError if there are 48 members already, or no room for the scheme's copies of the model
-    (docs/training.md). After an error nothing of this join remains.
+    OutOfMemoryError if there are as many members as the scheme takes (48 with rounds, 128 with R2SP, else 512), or no room
+    for the scheme's copies of the model (docs/training.md). After an error nothing of this join remains.
     """
     check_placement(f"join of training {name!r}", placement)
     parameters = ArrayParameters(values, f"join of training {name!r}")

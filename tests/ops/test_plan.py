@@ -13,7 +13,7 @@ from typer.testing import CliRunner, Result
 import smb
 from smb.errors import Error
 from smb.tools.cli.main import app
-from smb.train.member_table import SLOTS
+from smb.train.scheme import SCHEMES
 
 ROOT = Path(__file__).parents[2]
 SPEC = ROOT / "examples/plan/model.toml"
@@ -45,19 +45,27 @@ def test_a_table(tmp_path: Path) -> None:
 
 
 def test_rows_with_more_workers_than_a_training_takes_are_marked() -> None:
-    """Those that its table of members has slots for are not marked."""
-    assert SLOTS == 48
-    arguments = (str(SPEC), "--workers", "48,49", *LINK, "--schemes", "asp")
+    """Those that the scheme's table of members has slots for are not marked."""
+    limits = {name: SCHEMES[name].MEMBERS_MAX for name in ("bsp", "r2sp", "asp")}
+    assert limits == {"bsp": 48, "r2sp": 128, "asp": 512}
+    workers = "48,49,128,129,512,513"
+    arguments = (str(SPEC), "--workers", workers, *LINK, "--schemes", ",".join(limits))
     answer = plan(*arguments)
     assert answer.exit_code == 0, answer.output
-    rows = [line.split()[:2] for line in answer.output.splitlines() if " asp " in line and "asp 1" not in line]
-    assert {row[0] for row in rows if row[1] == "asp"} == {"48", "49!"}, answer.output
-    assert "! a training refuses that many workers: it has at most 48 members at a time" in answer.output
-    found = json.loads(plan(*arguments, "--json").stdout)
-    assert {row["workers"]: row["over_limit"] for row in found["predictions"]} == {48: False, 49: True}
-    assert found["members_max"] == 48
-    assert f"a training has at most {SLOTS}" in " ".join(plan("--help").output.replace("│", " ").split())
-    assert "refuses" not in plan(str(SPEC), "--workers", "48", *LINK, "--schemes", "asp").output
+    rows = [line.split()[:3] for line in answer.output.splitlines()]
+    for name, most in limits.items():
+        shown = [f"{count}{'!' if int(count) > most else ''}" for count in workers.split(",")]
+        assert [row[0] for row in rows if row[1:] == [name, "none"]] == shown, answer.output
+    assert (
+        "! a training refuses that many workers: it has at most so many members at a time: 48 with bsp, 128 with r2sp, "
+        "512 with asp (the ranks of one mesh= are one member)"
+    ) in answer.output
+    found = json.loads(plan(*arguments, "--json").stdout)["predictions"]
+    assert all(row["over_limit"] == (row["workers"] > limits[row["scheme"]]) for row in found)
+    assert all(row["members_max"] == limits[row["scheme"]] for row in found)
+    told = " ".join(plan("--help").output.replace("│", " ").split())
+    assert "a training has at most 48 with rounds, 128 with r2sp, 512 with other schemes" in told
+    assert "refuses" not in plan(str(SPEC), "--workers", "48", *LINK, "--schemes", "bsp").output
 
 
 def test_a_process_that_is_slower_than_its_link() -> None:

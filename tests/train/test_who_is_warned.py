@@ -187,7 +187,7 @@ def busy_for_ever() -> None:
 def test_a_joiner_waits_for_a_slot(connect: Connect, caplog: pytest.LogCaptureFixture) -> None:
     """If all slots are taken, it gets the first one that is free within its client's timeout."""
     client = connect()
-    workers = [smb.train.join(client, "full", np.ones(10, np.float32), smb.train.ASP()) for _ in range(t.SLOTS)]
+    workers = [smb.train.join(client, "full", np.ones(10, np.float32), smb.train.BSP()) for _ in range(t.SLOTS)]
     joined: list[smb.train.Worker] = []
     joining = threading.Thread(
         target=lambda: joined.append(smb.train.join(connect(timeout=60), "full", np.zeros(10, np.float32)))

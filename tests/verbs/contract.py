@@ -244,6 +244,7 @@ LEFT_OUT = {
     "train/test_host_copy.py": "is about memory of readers",
     "train/test_hsgd.py": _TRAINING,
     "train/test_kinds_of_states.py": _TRAINING,
+    "train/test_many_members.py": _TRAINING,
     "train/test_members.py": _TRAINING,
     "train/test_meshes.py": _TRAINING,
     "train/test_near_deltas.py": "readers of mirrors choose before any transport does",

@@ -33,7 +33,12 @@ def plan(
         ),
     ],
     workers: Annotated[
-        str, typer.Option("--workers", metavar="N,...", help="Numbers of workers; a training has at most 48.")
+        str,
+        typer.Option(
+            "--workers",
+            metavar="N,...",
+            help="Numbers of workers; a training has at most 48 with rounds, 128 with r2sp, 512 with other schemes.",
+        ),
     ] = "1,4,16",
     link: Annotated[
         str | None,
@@ -200,8 +205,6 @@ def _draw(question: Question, most: int, schemes: Sequence[str], path: Path) -> 
 def _to_json(question: Question, found: Sequence[Row], advised: Sequence[Advice]) -> dict[str, Any]:
     import dataclasses
 
-    from smb.train.member_table import SLOTS
-
     compute = question.spec.compute
     return {
         "spec": question.spec.to_json(),
@@ -209,7 +212,6 @@ def _to_json(question: Question, found: Sequence[Row], advised: Sequence[Advice]
         "compute": dataclasses.asdict(compute),
         "network": dataclasses.asdict(question.network),
         "servers": question.servers or _EACH,
-        "members_max": SLOTS,
         "wire": question.wire,
         "fragments": question.fragments,
         "delay": question.delay,
@@ -221,7 +223,6 @@ def _to_json(question: Question, found: Sequence[Row], advised: Sequence[Advice]
 
 def _show(question: Question, found: Sequence[Row], advised: Sequence[Advice]) -> None:
     from smb.config.parse import format_bytes
-    from smb.train.member_table import SLOTS
 
     out, spec, compute = console(), question.spec, question.spec.compute
     layers = f"{len(spec.layers)} layers, " if spec.by_layer else ""
@@ -249,10 +250,14 @@ def _show(question: Question, found: Sequence[Row], advised: Sequence[Advice]) -
     out.print(_predictions(found))
     out.print()
     out.print(_advice(advised))
-    if any(row.over_limit for row in found):
+    if limits := {row.members_max for row in found if row.over_limit}:
+        most = ", ".join(
+            f"{members} with {' and '.join(sorted({row.scheme for row in found if row.members_max == members}))}"
+            for members in sorted(limits)
+        )
         out.print(
-            f"\n{_OVER} a training refuses that many workers: it has at most {SLOTS} members at a time "
-            "(the ranks of one mesh= are one member)",
+            f"\n{_OVER} a training refuses that many workers: it has at most so many members at a time: {most} (the "
+            "ranks of one mesh= are one member)",
             soft_wrap=True,
         )
     if any(row.overlap != "none" for row in found):

@@ -44,7 +44,6 @@ from smb.tools.plan.spec import Spec
 from smb.train import SCHEMES as ALL_SCHEMES
 from smb.train import DiLoCo, Scheme, scheme_of
 from smb.train.group import WIRE_BYTES
-from smb.train.member_table import SLOTS
 from smb.train.partition import OVERLAPS, Channel, pick, predict
 from smb.train.scheme import by_traits
 from smb.train.traits import EXACT, FUSED, ROUNDS
@@ -134,12 +133,14 @@ class Row:
 
     speedup: samples a second, relative to one worker that exchanges nothing. efficiency: computing's fraction of the
     time. schedule: of the overlap. server_bytes: memory of all servers together. bytes_per_hour: over all workers'
-    links, both directions. mesh: so many workers are the ranks of one member (smb.torch.join(mesh=)). over_limit: a
-    training refuses that many members (SLOTS), so the row shows what the network would give.
+    links, both directions. mesh: so many workers are the ranks of one member (smb.torch.join(mesh=)). members_max: a
+    training of this scheme has at most so many members. over_limit: it refuses that many, so the row shows what the
+    network would give.
     """
 
     workers: int
     mesh: int
+    members_max: int
     over_limit: bool
     scheme: str
     overlap: str
@@ -384,7 +385,8 @@ def _row(
     return Row(
         workers=workers,
         mesh=question.mesh,
-        over_limit=members > SLOTS,
+        members_max=asked.MEMBERS_MAX,
+        over_limit=members > asked.MEMBERS_MAX,
         scheme=scheme,
         overlap=overlap,
         schedule=schedule,

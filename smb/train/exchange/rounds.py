@@ -68,6 +68,7 @@ class RoundScheme(Scheme):
     token_weights: bool = False
 
     WAITS: ClassVar[bool] = True  # whether a worker waits for its round to close
+    MEMBERS_MAX: ClassVar[int] = t.SLOTS  # the members that count in a round are a set in one word
     LATE: ClassVar[bool] = True  # whether a contribution that arrives late may count in a later round
 
     def __post_init__(self) -> None:

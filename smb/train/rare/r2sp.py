@@ -55,6 +55,7 @@ from smb.train.exchange.mover import mover_of
 from smb.train.group import wake
 from smb.train.guards import RefusedContributionError
 from smb.train.parameters import Parameters
+from smb.train.rare import rotation
 from smb.train.rare.rotation import Candidate, Pace, Turn, batch_sizes, gap_s, may_skip
 from smb.train.scheme import Exchange, Scheme, is_number, is_whole
 from smb.train.traits import FUSED, Traits
@@ -86,6 +87,7 @@ class R2SP(Scheme):
 
     NAME: ClassVar[str] = "r2sp"
     TRAITS: ClassVar[Traits] = Traits(way=FUSED, calls=12, each_step=True, in_turn=True, no_overlap="")
+    MEMBERS_MAX: ClassVar[int] = rotation.MEMBERS_MAX
     batch_size: int | None = None
     warmup: int = 10
     skip_after: float | None = None
