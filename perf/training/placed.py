@@ -54,8 +54,8 @@ def beside_one_call(quick: bool) -> Answer:
         ),
         rows=rows,
         limit="An exchange takes three passes more than the call: the changes are computed in the place of the values "
-        "that they are compared with, their norm is taken, and the new values are copied there. A model that is not "
-        "placed takes one more, from the array that receives into the tensors.",
+        "that they are compared with, their norm is taken, and the new values are copied. A model that is not placed "
+        "takes as many, tensor by tensor, in memory without large pages.",
     )
 
 

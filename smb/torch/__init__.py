@@ -3,6 +3,7 @@
 Needs torch; `import smb` does not.
 """
 
+from smb.torch.explanation import Explanation
 from smb.torch.joining import join
 from smb.torch.page_lock import mapped
 from smb.torch.placement import Placement, place
@@ -10,6 +11,7 @@ from smb.torch.publish import Follower, Generation, Publisher, follow, publish
 from smb.torch.shared_model import Shared, shared_state_dict
 
 __all__ = [
+    "Explanation",
     "Follower",
     "Generation",
     "Placement",

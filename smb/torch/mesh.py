@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import torch
@@ -312,6 +312,10 @@ class MeshShared(Shared):
     def _steps_so_far(self) -> int:
         """Return the same number at every rank."""
         return int(self._ranks.tell(self.worker.progress.steps if self._ranks.speaks else None))
+
+    def explain(self) -> NoReturn:
+        """Raise InvalidArgumentError: what each rank copies is not counted."""
+        raise InvalidArgumentError("explain() is not for the ranks of a mesh")
 
     def on_exchange(self, listener: Callable[[smb.train.ExchangeEvent], object]) -> None:
         """Call `listener` after each exchange, at rank 0 of the mesh only."""

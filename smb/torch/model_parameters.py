@@ -26,7 +26,7 @@ from smb.torch.page_lock import page_lock
 from smb.torch.staging import Staging
 from smb.torch.tensor_slices import is_sharded
 from smb.torch.tensor_values import is_expanded, lasting
-from smb.train.parameters import BLOCK_ELEMENTS, ArrayParameters, Parameters, Values, scratch
+from smb.train.parameters import BLOCK_ELEMENTS, ArrayParameters, Copies, Parameters, Values, scratch
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _BLOCK = 1 << 19
@@ -99,6 +99,7 @@ class ModelParameters(Parameters):
         for names, tensor in tensors.items():
             check(names[0], tensor)
         self.verify = verify
+        self.copies = Copies()
         self.set_tensors(tensors)
 
     def set_tensors(self, tensors: Mapping[tuple[str, ...], torch.Tensor]) -> None:
@@ -229,7 +230,7 @@ class ModelParameters(Parameters):
         """
         inside = {entry.names: entry.tensor for entry in self.entries if offset <= entry.offset < offset + count}
         part = ModelParameters(inside, self.verify)
-        part.origin = offset
+        part.origin, part.copies = offset, self.copies
         part._staging, part._scratch = self._staging, self._scratch_memory()
         part._locked = self._locked
         return part

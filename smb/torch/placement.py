@@ -1,8 +1,8 @@
-"""Parameters placed in one array of the client's memory, so that an exchange needs no copy of its own.
+"""Parameters placed in one array of the client's memory.
 
-An exchange of a model whose parameters lie anywhere copies them twice: what comes back arrives in an array of the
-client's, and is copied from there into each tensor. Placed parameters are views of one array that has the layout of the
-group's buffer. Calls send from it and receive into it, and over RDMA the network card does.
+Placed parameters are views of one array that has the layout of the group's buffer. An exchange receives into it,
+without an array between, and computes and copies over the whole array, not tensor by tensor. Over RDMA the network card
+writes into the parameters. The array has large pages if the system has them.
 
 Nothing else depends on a placement: each exchange looks where the tensors are (model_parameters.py), and copies those
 that were moved since, as by model.to(), like those of any other model.
@@ -53,13 +53,13 @@ def place(
         optimizer.step()
     ```
 
-    The model, its optimizer's state and their values stay what they are, and training gives the same bits. Calls then
-    read from the parameters and write to them, without arrays between (docs/training.md says what that saves). Tied
+    The model, its optimizer's state and their values stay what they are, and training gives the same bits. An
+    exchange then receives straight into the parameters (docs/training.md says what that saves). Tied
     parameters have one place. Frozen parameters and buffers stay where they are.
 
     A placement lasts as long as the tensors stay in the array. load_state_dict(), an optimizer's step and zero_grad()
     leave them there. `model.to(...)` to another device or dtype, and load_state_dict(assign=True), take them out: then
-    they are copied at each exchange as before. A copy of the model (copy.deepcopy) has
+    they are copied at each exchange as before, which `Shared.explain()` shows. A copy of the model (copy.deepcopy) has
     memory of its own. torch.save of one tensor alone saves the whole array; save tensor.clone() instead.
 
     With gradients=True the gradients become views of a second array, zero at first, for calls of your own, such as

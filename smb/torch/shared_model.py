@@ -47,6 +47,7 @@ from smb.html_tables import described
 from smb.spi import session_of
 from smb.torch.admission import TIED, ModelAdmission, table_of
 from smb.torch.batches import Batches, BatchUnits, shuffled_batches
+from smb.torch.explanation import Explanation, explained
 from smb.torch.mixed_statistics import STATE, MixedStatistics
 from smb.torch.model_parameters import ModelParameters, TensorEntry
 from smb.torch.model_tensors import ModelCheck, Parts, Statistics, parts_of, plain_name
@@ -174,6 +175,23 @@ class Shared:
     def scheme(self) -> smb.train.Scheme:
         """The group's scheme, with its settings."""
         return self.worker.scheme
+
+    def explain(self) -> Explanation:
+        """Return what this worker's exchanges have cost so far, and what would make them cheaper: the transport, bytes,
+        copies and shares of time, which tensors are placed, and advice. Print it, or look at it in a notebook.
+
+        Makes no call, unless a server's path is still being looked for. Not for the ranks of a mesh, and with overlap=
+        copies are not counted.
+
+        ```python
+        with smb.torch.join(model, optimizer, "digits", scheme="asp") as shared:
+            optimizer.step()
+            print(shared.explain())
+        ```
+        """
+        self._check_open()
+        copied_bytes = self._trained.copies.total_bytes if self._overlap is None else None
+        return explained(self.worker, self._trained.entries, copied_bytes)
 
     @property
     def progress(self) -> smb.train.Progress:

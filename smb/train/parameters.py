@@ -26,10 +26,21 @@ if TYPE_CHECKING:
 __all__ = ["BLOCK_ELEMENTS", "ArrayParameters", "Parameters", "Values", "scratch"]
 
 
+class Copies:
+    """The number of bytes that exchanges have copied from one array of this process to another, outside of calls."""
+
+    total_bytes = 0
+
+    def count(self, values: Values) -> None:
+        """Count a copy of these values."""
+        self.total_bytes += values.nbytes
+
+
 class Parameters(ABC):
     """The trained values. One thread at a time. `size` is n, `origin` where in the group's buffers the first one is."""
 
     size: int
+    copies: Copies  # their own, and that of their parts
     origin: int = 0
     table: TensorTable | None = None  # their tensors, if they are known
     # Whether several processes, which are one worker, have the values; this process speaks for all.
@@ -143,6 +154,7 @@ class ArrayParameters(Parameters):
         if not (values.flags.c_contiguous and values.flags.writeable):
             raise InvalidArgumentError(f"{asked}: values must be contiguous and writable: they are changed in place")
         self.size = values.size
+        self.copies = Copies()
         self._values = values
         self._scratch: list[Values] = []
 
@@ -176,7 +188,7 @@ class ArrayParameters(Parameters):
     def part(self, offset: int, count: int) -> ArrayParameters:
         """Return a part of the same array."""
         part = ArrayParameters(self._values[offset : offset + count], "a part of values")
-        part.origin = offset
+        part.origin, part.copies = offset, self.copies
         if not self._scratch:
             self._scratch = scratch(self.size)
         part._scratch = self._scratch

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import io
 from typing import Any
 
@@ -13,6 +14,8 @@ from torch import nn
 
 import smb
 import smb.torch
+from smb.torch.explanation import Explanation, TensorExplained, _advice
+from smb.train import ASP
 from tests.conftest import Connect
 
 SCHEMES = [
@@ -203,3 +206,53 @@ def test_what_cannot_be_placed(connect: Connect) -> None:
     assert model.first.weight.data_ptr() == where
     with pytest.raises(smb.InvalidArgumentError, match="the optimizer trains 9 tensors that are not parameters of"):
         smb.torch.place(Network(), adam(model), client)
+
+
+def test_what_an_exchange_costs_is_explained(connect: Connect) -> None:
+    """By counters of this worker's: bytes, copies, which tensors are placed, and what may help."""
+    client = connect()
+    model = Network()
+    optimizer = adam(model)
+    placed = smb.torch.place(model, optimizer, client)
+    size = placed.values.nbytes
+    with smb.torch.join(model, optimizer, "run", client=client, scheme="asp") as shared:
+        joined = shared.explain()
+        train(model, optimizer, 4)
+        found = shared.explain()
+        assert (found.contributions, found.bytes) == (4, 4 * 2 * size)
+        assert joined.copied_bytes is not None
+        assert (
+            found.copied_bytes == joined.copied_bytes + 4 * size
+        )  # the new values, to what the next are compared with
+        assert all(tensor.placed for tensor in found.tensors)
+        assert [tensor.name for tensor in found.tensors] == list(placed.table)
+        assert found.transports == client.open("run").transports
+        assert not any("smb.torch.place" in each for each in found.advice)
+        assert "4" in str(found)
+        assert "first.weight  (7, 6)  float32 on cpu  168 B  yes" in str(found)
+        model.last.bias.data = model.last.bias.data.clone()
+        moved = shared.explain()
+        assert not any(tensor.placed for tensor in moved.tensors)
+        assert any("or were moved since smb.torch.place" in each for each in moved.advice)
+        assert "training run" in moved._repr_html_()
+    with pytest.raises(smb.InvalidArgumentError, match="has left training 'run'"):
+        shared.explain()
+
+
+def test_advice_follows_from_the_counters() -> None:
+    """Whoever waits for others, exchanges at each step, or sends exact values over a network, gets it said."""
+    tensor = TensorExplained("weight", (4,), "float32", "cpu", 16, placed=True)
+    found = Explanation("run", "asp", "exact", ("tcp",), 1, 32, 16, 10.0, 0.1, 0.0, (tensor,), ())
+    assert not list(_advice(found, ASP.TRAITS))
+    busy = dataclasses.replace(found, blocked=0.5)
+    assert [each.split(":")[0] for each in _advice(busy, ASP.TRAITS)] == [
+        "exchanges can run behind the passes",
+        "every step is an exchange",
+        "contributions travel exact",
+    ]
+    waits = dataclasses.replace(busy, waiting=0.4)
+    (said,) = _advice(waits, ASP.TRAITS)
+    assert "waiting for other workers" in said
+    hidden = dataclasses.replace(busy, copied_bytes=None, transports=("shm",))
+    assert [each.split(":")[0] for each in _advice(hidden, ASP.TRAITS)] == ["every step is an exchange"]
+    assert "not counted" in str(hidden)

@@ -236,7 +236,7 @@ class ArrayMover(Mover):
 
     def adopt(self) -> None:
         self.ledger.count()
-        self._parameters.fill(self.fetched)
+        self._fill(self.fetched)
         if self._way == FUSED:
             self.ledger.take_over()
 
@@ -253,6 +253,7 @@ class ArrayMover(Mover):
         under_way: deque[list[Future[Any]]] = deque()
         try:
             for begin, done in parameters.deltas(ledger.base):
+                parameters.copies.count(done)
                 block = ledger.note(begin, done)
                 for part, run in parameters.parts(block, begin):
                     found.add(part)
@@ -300,7 +301,7 @@ class ArrayMover(Mover):
         np.multiply(self.ledger.base, np.float32(1 - mix), out=room)
         for begin, block in self._parameters.blocks():
             room[begin : begin + block.size] += np.float32(mix) * block
-        self._parameters.fill(room)
+        self._fill(room)
 
     # ---- FUSED
 
@@ -335,7 +336,7 @@ class ArrayMover(Mover):
             changes, ledger.due = self.difference, None
             landing, ledger.landing = ledger.landing, None
             if landing is not None and landing is not array:
-                parameters.fill(landing)
+                self._fill(landing)
                 ledger.base, self._spare = landing, changes
             else:  # the parameters have the values already
                 ledger.base = copied(parameters, changes)
@@ -360,6 +361,10 @@ class ArrayMover(Mover):
             ledger.due = ledger.base
         ledger.base = base
 
+    def _fill(self, values: Values) -> None:
+        self._parameters.fill(values)
+        self._parameters.copies.count(values)
+
     def _room(self) -> Values:
         """Return an array for values that arrive."""
         return np.empty(self._parameters.size, np.float32) if self._spare is None else self._spare
@@ -374,6 +379,7 @@ class ArrayMover(Mover):
         if self.ledger.due is None:
             self.ledger.due = np.zeros_like(self.ledger.base)
         for begin, done in self._parameters.deltas(self.ledger.base):
+            self._parameters.copies.count(done)
             self.ledger.note(begin, done)
         return self._norm()
 
@@ -490,6 +496,7 @@ def copied(parameters: Parameters, out: Values) -> Values:
     """Copy the present values into `out`, (n,), and return it."""
     for begin, block in parameters.blocks():
         out[begin : begin + block.size] = block
+    parameters.copies.count(out)
     return out
 
 
