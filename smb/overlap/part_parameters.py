@@ -20,6 +20,7 @@ class PartParameters(ModelParameters, ByParts):
         self, tensors: Mapping[tuple[str, ...], torch.Tensor], verify: Callable[[], None] | None = None
     ) -> None:
         super().__init__(tensors, verify)
+        self.copies = None
         self._blocks_by_part: dict[Part, tuple[VectorSlice, ...]] = {}
         whole = (Part((Run(0, 0, self.size),), 0),)
         self.flow = Flow(self, Cut(whole, whole))

@@ -6,7 +6,7 @@ and times those of the worker (smb/train/time_spent.py). Nothing here is estimat
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -14,12 +14,11 @@ from smb.config.parse import format_bytes
 from smb.html_tables import described, listed
 from smb.torch.model_parameters import TensorEntry, address_of
 from smb.train import member_table as t
-from smb.train.traits import EXACT, FUSED, Traits
+from smb.train.advice import Costs, advice
 
 if TYPE_CHECKING:
     from smb.train import Worker
 
-_MUCH = 0.2  # share of its time for which a worker stands still before advice is given
 _LISTED = 20  # tensors that the text names at most, the largest ones
 
 
@@ -133,28 +132,8 @@ def explained(worker: Worker, entries: Sequence[TensorEntry], copied_bytes: int 
         ),
         advice=(),
     )
-    return replace(found, advice=tuple(_advice(found, worker.scheme.traits)))
-
-
-def _advice(found: Explanation, traits: Traits) -> Iterator[str]:
-    overlaps = found.copied_bytes is None
     here = all(tensor.dtype == "float32" and tensor.device == "cpu" for tensor in found.tensors)
-    if here and traits.way == FUSED and not overlaps and not all(tensor.placed for tensor in found.tensors):
-        yield (
-            "the parameters lie in arrays of their own, or were moved since smb.torch.place: call "
-            "smb.torch.place(model, optimizer, client) before smb.torch.join"
-        )
-    if found.blocked < _MUCH:
-        return
-    if found.waiting > found.blocked / 2:
-        yield (
-            "most of the time that training stands still is waiting for other workers: look for the slow one with "
-            "smb top, or take a scheme that does not wait (asp, easgd)"
-        )
-        return
-    if traits.no_overlap == "" and not overlaps:
-        yield 'exchanges can run behind the passes: smb.torch.join(overlap="forward")'
-    if traits.each_step:
-        yield "every step is an exchange: localsgd, diloco or easgd exchange every so many steps"
-    if found.wire == EXACT and found.transports != ("shm",):
-        yield 'contributions travel exact: wire="bfloat16" or "int8" sends a half or a quarter of the bytes'
+    costs = Costs(
+        found.transports, found.wire, found.blocked, found.waiting, here and not placed, overlaps=copied_bytes is None
+    )
+    return replace(found, advice=tuple(advice(costs, worker.scheme.traits)))

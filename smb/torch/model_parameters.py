@@ -99,7 +99,7 @@ class ModelParameters(Parameters):
         for names, tensor in tensors.items():
             check(names[0], tensor)
         self.verify = verify
-        self.copies = Copies()
+        self.copies: Copies | None = Copies()
         self.set_tensors(tensors)
 
     def set_tensors(self, tensors: Mapping[tuple[str, ...], torch.Tensor]) -> None:
@@ -123,6 +123,11 @@ class ModelParameters(Parameters):
         """The array in which smb.torch.place has put the parameters, if they still lie there. Looks at each tensor."""
         placed = self._placed()
         return None if placed is None else placed.array
+
+    @property
+    def placed(self) -> bool:
+        """True if smb.torch.place has put them into one array, and they lay there at the last exchange."""
+        return self._in_place is not None
 
     def _placed(self) -> ArrayParameters | None:
         address = address_of(self.entries)

@@ -190,8 +190,8 @@ class Shared:
         ```
         """
         self._check_open()
-        copied_bytes = self._trained.copies.total_bytes if self._overlap is None else None
-        return explained(self.worker, self._trained.entries, copied_bytes)
+        copies = self._trained.copies if self._overlap is None else None
+        return explained(self.worker, self._trained.entries, None if copies is None else copies.total_bytes)
 
     @property
     def progress(self) -> smb.train.Progress:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import os
 import threading
@@ -27,6 +26,7 @@ _news = logging.getLogger(TRAINING)
 _open: weakref.WeakSet[Membership] = weakref.WeakSet()
 _leaving: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # of memberships that nobody held
 _EXIT_S = 1.0  # timeout of each call at the interpreter's exit
+_TRANSPORTS = {"shm": 1, "tcp": 2, "verbs": 4}  # as TrainingReport has them
 _GUARD_MAX = 255  # characters of the guard's text in a report
 
 
@@ -43,9 +43,10 @@ class Membership:
         self._group = group
         self._parameters = parameters
         self._steps = steps
+        self._report = _Report(group, parameters)
         _open.add(self)
-        session_of(group.client).reports[group] = functools.partial(_report_of, group)
-        self._unheld = weakref.finalize(self, _leave_unheld, group, os.getpid())
+        session_of(group.client).reports[group] = self._report
+        self._unheld = weakref.finalize(self, _leave_unheld, group, self._report, os.getpid())
         self._unheld.atexit = False  # _leave_all() does it
 
     def check_open(self) -> None:
@@ -62,6 +63,7 @@ class Membership:
         call `withdraw` then.
         """
         self._steps.exchange.restart()
+        self._report.transports = sum(_TRANSPORTS[each] for each in self._group.weights.transports)
 
     def announce(self) -> None:
         """Log what joining did. One small read; if the read fails, that is logged instead."""
@@ -152,7 +154,7 @@ class Membership:
             if self._steps.unsent:
                 _news.info("%s", self._left_out())
         finally:
-            _report_last(self._group)
+            _report_last(self._group, self._report)
             self._tidy(self._group.leave)
 
     def _left_out(self) -> str:
@@ -179,49 +181,62 @@ class Membership:
         self.abandon()
 
 
-def _report_of(group: Group) -> TrainingReport:
-    """Return a worker's report for the coordinator. Makes no call. Any thread may call it."""
-    member, spent = group.member, group.time_spent
-    waiting_s = spent.waiting.seconds
-    return TrainingReport(
-        name=group.name,
-        slot=member.slot,
-        clock=member.clock,
-        samples=member.get(t.SAMPLES),
-        contributions=member.get(t.CONTRIBUTIONS),
-        staleness=member.get(t.STALENESS),
-        refused=member.get(t.REFUSED),
-        guard=group.guard_fired[:_GUARD_MAX],
-        member_ms=round(1000 * spent.seconds),
-        blocked_ms=round(1000 * spent.blocked.seconds),
-        exchanging_ms=round(1000 * max(0.0, spent.exchanging.seconds - waiting_s)),
-        waiting_ms=round(1000 * waiting_s),
-        waits=spent.waiting.runs,
-    )
+class _Report:
+    """What a worker tells the coordinator of itself. The session keeps it, so it refers to no worker and no model."""
+
+    def __init__(self, group: Group, parameters: Parameters) -> None:
+        self.transports = 0  # the bits of those by which the weights are reached
+        self._group = group
+        self._parameters = weakref.ref(parameters)
+
+    def __call__(self) -> TrainingReport:
+        """Return the report. Makes no call. Any thread may call it."""
+        member, spent, parameters = self._group.member, self._group.time_spent, self._parameters()
+        waiting_s = spent.waiting.seconds
+        copies = None if parameters is None else parameters.copies
+        return TrainingReport(
+            name=self._group.name,
+            slot=member.slot,
+            clock=member.clock,
+            samples=member.get(t.SAMPLES),
+            contributions=member.get(t.CONTRIBUTIONS),
+            staleness=member.get(t.STALENESS),
+            refused=member.get(t.REFUSED),
+            guard=self._group.guard_fired[:_GUARD_MAX],
+            member_ms=round(1000 * spent.seconds),
+            blocked_ms=round(1000 * spent.blocked.seconds),
+            exchanging_ms=round(1000 * max(0.0, spent.exchanging.seconds - waiting_s)),
+            waiting_ms=round(1000 * waiting_s),
+            waits=spent.waiting.runs,
+            bytes=member.get(t.BYTES),
+            copied_bytes=0 if copies is None else copies.total_bytes,
+            placed=parameters is not None and parameters.placed,
+            transports=self.transports,
+        )
 
 
-def _report_last(group: Group) -> None:
+def _report_last(group: Group, report: _Report) -> None:
     """Report once more, that this worker has left."""
-    last = _report_of(group)
+    last = report()
     last.left = True
     session_of(group.client).reports[object()] = lambda: last
 
 
-def _leave_unheld(group: Group, pid: int) -> None:
+def _leave_unheld(group: Group, report: _Report, pid: int) -> None:
     """Leave the training of a worker that nobody holds any more, in a thread: a garbage collection may come at any
     time, and its thread may hold any lock. A child of fork has no part in its parent's memberships.
     """
     if session_of(group.client).closed or os.getpid() != pid:
         return
-    thread = threading.Thread(target=_leave_for_good, args=(group,), name="smb-leave", daemon=True)
+    thread = threading.Thread(target=_leave_for_good, args=(group, report), name="smb-leave", daemon=True)
     with contextlib.suppress(RuntimeError):  # no thread can be started: the member's lease ends, then
         thread.start()
         _leaving.add(thread)
 
 
-def _leave_for_good(group: Group) -> None:
+def _leave_for_good(group: Group, report: _Report) -> None:
     session_of(group.client).reports.pop(group, None)
-    _report_last(group)
+    _report_last(group, report)
     try:
         for each in filter(None, (group.nested, group)):
             each.leave()

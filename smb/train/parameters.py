@@ -31,16 +31,12 @@ class Copies:
 
     total_bytes = 0
 
-    def count(self, values: Values) -> None:
-        """Count a copy of these values."""
-        self.total_bytes += values.nbytes
-
 
 class Parameters(ABC):
     """The trained values. One thread at a time. `size` is n, `origin` where in the group's buffers the first one is."""
 
     size: int
-    copies: Copies  # their own, and that of their parts
+    copies: Copies | None = None  # their own, and that of their parts; None: they are not counted
     origin: int = 0
     table: TensorTable | None = None  # their tensors, if they are known
     # Whether several processes, which are one worker, have the values; this process speaks for all.
@@ -81,6 +77,16 @@ class Parameters(ABC):
         None. A call may then read and set them without a copy.
         """
         return None
+
+    @property
+    def placed(self) -> bool:
+        """True if the values lay in one array at the last exchange. Any thread may ask."""
+        return False
+
+    def count_copy(self, values: Values) -> None:
+        """Note that an exchange has copied these values from one array to another."""
+        if self.copies is not None:
+            self.copies.total_bytes += values.nbytes
 
     def hold(self, values: Values) -> None:  # noqa: ARG002 - a subclass's to use
         """Take note that this array, (n,), will be given to fill, deltas or subtract again and again."""
@@ -167,6 +173,11 @@ class ArrayParameters(Parameters):
     def array(self) -> Values:
         """The array."""
         return self._values
+
+    @property
+    def placed(self) -> bool:
+        """They always do."""
+        return True
 
     def deltas(self, base: Values, out: Values | None = None) -> Iterator[tuple[int, Values]]:
         """Yield values - base."""

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import io
+import json
+import re
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from typer.testing import CliRunner
 
 import smb
 import smb.torch
-from smb.torch.explanation import Explanation, TensorExplained, _advice
-from smb.train import ASP
+import smb.train
+from smb.tools.cli.main import app
+from smb.train.advice import Costs, advice
 from tests.conftest import Connect
+from tests.support.daemons import wait_for
 
 SCHEMES = [
     ("asp", {}, "exact"),
@@ -239,20 +245,57 @@ def test_what_an_exchange_costs_is_explained(connect: Connect) -> None:
         shared.explain()
 
 
+def test_the_command_tells_it_of_each_worker(cluster: smb.LocalCluster, connect: Connect) -> None:
+    """By what workers report: of two, the one whose model is placed, and one whose is not."""
+    with contextlib.ExitStack() as stack:
+        for number in range(2):
+            client, model = connect(name=f"worker-{number}"), Network()
+            optimizer = adam(model)
+            if number == 0:
+                smb.torch.place(model, optimizer, client)
+            shared = smb.torch.join(model, optimizer, "told", client=client, scheme="localsgd", every=1)
+            stack.callback(shared.abandon)
+
+        def told() -> dict[str, Any] | None:
+            answer = CliRunner().invoke(app, ["explain", "told", "--coordinator", cluster.address, "--json"])
+            assert answer.exit_code == 0, answer.output
+            found: dict[str, Any] = json.loads(answer.stdout)
+            done = len(found["workers"]) == 2 and all(worker["transports"] for worker in found["workers"])
+            return found if done else None
+
+        found = wait_for(told, "reports of both workers")
+        assert (found["training"], found["scheme"]) == ("told", "localsgd")
+        assert {worker["worker"].split()[0]: worker["placed"] for worker in found["workers"]} == {
+            "worker-0": True,
+            "worker-1": False,
+        }
+        answer = CliRunner().invoke(app, ["explain", "told", "--coordinator", cluster.address])
+        assert re.search(r"worker-0 .* yes", answer.output), answer.output
+        assert re.search(r"worker-1 .* no ", answer.output), answer.output
+    answer = CliRunner().invoke(app, ["explain", "nothing", "--coordinator", cluster.address])
+    assert isinstance(answer.exception, smb.NotFoundError)
+    assert 'no training is named "nothing"' in str(answer.exception)
+
+
 def test_advice_follows_from_the_counters() -> None:
     """Whoever waits for others, exchanges at each step, or sends exact values over a network, gets it said."""
-    tensor = TensorExplained("weight", (4,), "float32", "cpu", 16, placed=True)
-    found = Explanation("run", "asp", "exact", ("tcp",), 1, 32, 16, 10.0, 0.1, 0.0, (tensor,), ())
-    assert not list(_advice(found, ASP.TRAITS))
-    busy = dataclasses.replace(found, blocked=0.5)
-    assert [each.split(":")[0] for each in _advice(busy, ASP.TRAITS)] == [
+    costs = Costs(("tcp",), "exact", blocked=0.1, waiting=0.0, scattered=False)
+
+    def said(scheme: type[smb.train.Scheme] = smb.train.ASP, **other: Any) -> list[str]:
+        return [each.split(":")[0] for each in advice(dataclasses.replace(costs, **other), scheme.TRAITS)]
+
+    assert not said()
+    behind, seldom, bits = (
         "exchanges can run behind the passes",
         "every step is an exchange",
         "contributions travel exact",
+    )
+    assert said(blocked=0.5) == [behind, seldom, bits]
+    assert said(blocked=0.5, overlaps=True, wire="int8") == [seldom]
+    assert said(blocked=0.5, transports=("shm",)) == [behind, seldom]
+    assert said(smb.train.LocalSGD, blocked=0.5, wire=None) == []
+    assert said(blocked=0.5, waiting=0.4) == [
+        "most of the time that training stands still is waiting for other workers"
     ]
-    waits = dataclasses.replace(busy, waiting=0.4)
-    (said,) = _advice(waits, ASP.TRAITS)
-    assert "waiting for other workers" in said
-    hidden = dataclasses.replace(busy, copied_bytes=None, transports=("shm",))
-    assert [each.split(":")[0] for each in _advice(hidden, ASP.TRAITS)] == ["every step is an exchange"]
-    assert "not counted" in str(hidden)
+    assert said(scattered=True)[0].startswith("parameters lie in arrays of their own")
+    assert not said(smb.train.LocalSGD, scattered=True)

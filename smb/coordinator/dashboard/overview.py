@@ -46,6 +46,7 @@ CLIENTS_MAX = 500
 WAITS_MAX = 200
 TRAININGS_MAX = 200
 WORKERS_MAX = 64  # of one training
+_TRANSPORTS = {1: "shm", 2: "tcp", 4: "verbs"}  # TrainingReport.transports
 WAITED_FOR_MAX = 3  # clients named for which a training waits
 STATES_MAX = 200
 READERS_MAX = 64  # of one published state
@@ -382,6 +383,10 @@ def _worker(view: Moment, seen: WorkerSeen) -> Json:
         "guard": report.guard,
         "time": asdict(seen.shares) if seen.shares else None,
         "waits": report.waits,
+        "bytes": report.bytes,
+        "copied": report.copied_bytes,
+        "placed": report.placed,
+        "transports": [name for bit, name in _TRANSPORTS.items() if report.transports & bit],
         "silent_s": round(max(0.0, view.now.monotonic - seen.at), 1),
     }
 

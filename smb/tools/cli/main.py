@@ -24,6 +24,7 @@ from smb.tools.cli.create import create
 from smb.tools.cli.demo import demo
 from smb.tools.cli.doctor import doctor
 from smb.tools.cli.drain import drain, forget, maintenance, rebalance, undrain
+from smb.tools.cli.explain import explain
 from smb.tools.cli.ls import ls
 from smb.tools.cli.mount import mount, umount
 from smb.tools.cli.options import Command, Config, configured
@@ -41,7 +42,7 @@ from smb.tools.cli.up import up
 
 _GROUPS: dict[str, tuple[Any, ...]] = {
     "A cluster": (up, coordinator, status, top, clients, drain, undrain, maintenance, rebalance, forget),
-    "Trainings": (train, run, plan, demo),
+    "Trainings": (train, run, explain, plan, demo),
     "Buffers": (ls, stat, create, rm, relay, cp, snapshot, restore),
     "Buffers as files": (mount, umount),
     "Tools": (doctor, bench, config, certs, targets),

@@ -253,7 +253,7 @@ class ArrayMover(Mover):
         under_way: deque[list[Future[Any]]] = deque()
         try:
             for begin, done in parameters.deltas(ledger.base):
-                parameters.copies.count(done)
+                parameters.count_copy(done)
                 block = ledger.note(begin, done)
                 for part, run in parameters.parts(block, begin):
                     found.add(part)
@@ -363,7 +363,7 @@ class ArrayMover(Mover):
 
     def _fill(self, values: Values) -> None:
         self._parameters.fill(values)
-        self._parameters.copies.count(values)
+        self._parameters.count_copy(values)
 
     def _room(self) -> Values:
         """Return an array for values that arrive."""
@@ -379,7 +379,7 @@ class ArrayMover(Mover):
         if self.ledger.due is None:
             self.ledger.due = np.zeros_like(self.ledger.base)
         for begin, done in self._parameters.deltas(self.ledger.base):
-            self._parameters.copies.count(done)
+            self._parameters.count_copy(done)
             self.ledger.note(begin, done)
         return self._norm()
 
@@ -496,7 +496,7 @@ def copied(parameters: Parameters, out: Values) -> Values:
     """Copy the present values into `out`, (n,), and return it."""
     for begin, block in parameters.blocks():
         out[begin : begin + block.size] = block
-    parameters.copies.count(out)
+    parameters.count_copy(out)
     return out
 
 
