@@ -19,7 +19,8 @@ import pytest
 import smb
 import smb.train
 from smb.train import member_table as t
-from smb.train.exchange.mover import Mover
+from smb.train.exchange.mover import ArrayMover
+from smb.train.ledger import Run
 from smb.train.rare.rotation import gap_s, staleness_max
 from tests.support.checkers import BadHistoryError
 from tests.support.clients import in_process, make_event
@@ -161,16 +162,16 @@ def test_without_a_batch_size_it_is_yours(client: smb.Client) -> None:
 
 def _halts_in_its_turn(messages: Any, address: str, worker: int, workers: int, after: int, lease: float) -> None:
     """As mark_steps, but at its turn after so many updates it tells so, and hangs."""
-    send, sent = Mover.send, []
+    add, sent = ArrayMover._add, []
 
-    def hang(self: Mover, *, fetch: bool) -> None:
+    def hang(self: ArrayMover, run: Run, *, fetch: bool = False) -> None:
         if len(sent) == after:
             messages.put("in its turn")
             threading.Event().wait()
         sent.append(1)
-        send(self, fetch=fetch)
+        add(self, run, fetch=fetch)
 
-    Mover.send = hang  # type: ignore[method-assign]
+    ArrayMover._add = hang  # type: ignore[method-assign]
     mark_steps(messages, address, smb.train.R2SP(), worker, workers, lease=lease)
 
 
