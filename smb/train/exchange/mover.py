@@ -231,7 +231,7 @@ class ArrayMover(Mover):
         fails.
         """
         if self._way == FUSED:
-            self.ledger.landing, self._spare = self._room(), None
+            self.ledger.landing = self._room()
         self._parameters.read(weights, self.fetched)
 
     def adopt(self) -> None:
@@ -310,6 +310,13 @@ class ArrayMover(Mover):
         exchange is made in place: the changes replace the base in its memory, and what comes back is the next base. So
         no change is copied, and no array is made.
         """
+        if self.ledger.base.size != self._parameters.size:
+            _log.warning(
+                "training %r: what the optimizer has done since the last exchange is dropped, because that was "
+                "interrupted twice",
+                self._weights.name,
+            )
+            self.ledger.base = self._copy_of_values()
         whole = tuple(self._parameters.runs) == (Run(0, self._parameters.origin, self._parameters.size),)
         if whole and self._weights.wire == EXACT and self.ledger.due is None:
             self._exchange_in_place(check, fetch=fetch)
@@ -319,55 +326,63 @@ class ArrayMover(Mover):
             self._nothing_is_due()
 
     def _exchange_in_place(self, check: Check, *, fetch: bool) -> None:
+        """Until it is over, the ledger has no base: whatever ends it, changes are never taken for values."""
         ledger, parameters, found = self.ledger, self._parameters, Norm()
+        base, array = ledger.base, parameters.array if fetch else None
         noted: int | None = 0  # so many elements of the base's memory are changes
-        array = parameters.array if fetch else None
         try:
-            for begin, done in parameters.deltas(ledger.base, out=ledger.base):
+            ledger.base = NOTHING
+            for begin, done in parameters.deltas(base, out=base):
                 noted = begin + done.size
                 found.add(done)
-            ledger.base, ledger.due, noted = NOTHING, ledger.base, None
+            ledger.due, noted = base, None
             check(found, whole=True)
-            ledger.begin(parameters.runs)
-            if fetch:
-                ledger.landing = self._room() if array is None else array
+            ledger.begin(parameters.runs, self._weights)
+            ledger.landing = None if not fetch else self._room() if array is None else array
             ledger.add(lambda run: self._add(run, fetch=fetch))
+            # All of it counts. If this is interrupted, `finish` finds `written`, and has nothing to send.
+            ledger.due = None
+            ledger.written.clear()
             self._moved_bytes += self._sent_bytes + (self._weights.nbytes if fetch else 0)
-            changes, ledger.due = self.difference, None
             landing, ledger.landing = ledger.landing, None
             if landing is not None and landing is not array:
                 self._fill(landing)
-                ledger.base, self._spare = landing, changes
+                ledger.base, self._spare = landing, base
             else:  # the parameters have the values already
-                ledger.base = copied(parameters, changes)
-        except BaseException:
+                ledger.base = copied(parameters, base)
+        except BaseException as error:
             ledger.landing = None
-            self._leave_place(noted)
+            if noted == 0 and isinstance(error, Error):  # the parameters were refused before a block was replaced
+                ledger.base = base
+            elif not ledger.base.size:
+                self._leave_place(base, noted)
             raise
 
-    def _leave_place(self, noted: int | None) -> None:
-        """After a failure, before the parameters change: give the base an array of its own again. `noted`: see
-        _exchange_in_place; None if all changes were noted.
+    def _leave_place(self, former: Values, noted: int | None) -> None:
+        """After a failure give the base an array of its own again. The first `noted` elements of `former`, its memory
+        until now, are changes; None: all of them, or none that are due. If this fails, too, the next exchange makes a
+        base.
         """
-        ledger = self.ledger
-        if noted is None and ledger.base.size:
-            return
-        base = copied(self._parameters, np.empty(self._parameters.size, np.float32))
+        base = self._copy_of_values()
         if noted is not None:
             # Ctrl-C while the changes were computed. It is unknown whether the block after `noted` was replaced
             # already, so its changes are dropped.
-            base[noted + BLOCK_ELEMENTS :] = ledger.base[noted + BLOCK_ELEMENTS :]
-            ledger.base[noted:] = 0
-            ledger.due = ledger.base
-        ledger.base = base
+            base[noted + BLOCK_ELEMENTS :] = former[noted + BLOCK_ELEMENTS :]
+            former[noted:] = 0
+            self.ledger.due = former
+        self.ledger.base = base
+
+    def _copy_of_values(self) -> Values:
+        return copied(self._parameters, np.empty(self._parameters.size, np.float32))
 
     def _fill(self, values: Values) -> None:
         self._parameters.fill(values)
         self._parameters.count_copy(values)
 
     def _room(self) -> Values:
-        """Return an array for values that arrive."""
-        return np.empty(self._parameters.size, np.float32) if self._spare is None else self._spare
+        """Return an array for values that arrive. It is the caller's: no later call receives into it."""
+        spare, self._spare = self._spare, None
+        return np.empty(self._parameters.size, np.float32) if spare is None else spare
 
     def _nothing_is_due(self) -> None:
         """Free the memory of changes that are due, if nothing can remain there: exact contributions count whole."""

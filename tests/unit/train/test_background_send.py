@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -31,6 +31,7 @@ class Weights:
         self._missing: list[range] | None = None
 
     def accumulate(self, array: Any, offset: int = 0, *, fetch: bool = False, out: Any = None) -> None:
+        assert out is None or not np.shares_memory(array, out)  # a buffer refuses such a call
         if self.fails:
             applied = self.fails.pop(0)
             self._missing = None if applied is None else [range(offset + applied, offset + array.size)]
@@ -211,6 +212,121 @@ def test_ctrl_c_while_changes_are_computed_in_place(
     assert (weights.values[lost] == 5).all()
     assert (np.delete(weights.values, lost) == 8).all()
     assert (values == weights.values).all()
+
+
+@pytest.mark.parametrize("fetch", [True, False])
+def test_ctrl_c_as_an_exchange_in_place_has_ended(
+    in_place: tuple[Weights, Any, ArrayMover], monkeypatch: pytest.MonkeyPatch, fetch: bool
+) -> None:
+    """The call has returned, and nothing is noted of that yet: `finish` says that it counts, and sends nothing."""
+    weights, values, deltas = in_place
+    values += 3
+    add = deltas.ledger.add
+
+    def interrupted(call: Any) -> None:
+        add(call)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(deltas.ledger, "add", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            deltas.exchange(passed, fetch=fetch)
+    values += 1
+    assert deltas.finish()
+    assert not deltas.finish()
+    assert (weights.values == 8).all()
+    for _ in range(2):
+        deltas.exchange(passed, fetch=True)
+        assert (weights.values == 9).all()
+        assert (values == 9).all()
+
+
+class Interrupts(ArrayParameters):
+    """Ctrl-C once changes are computed, and again as the values are copied, for a new base."""
+
+    left: ClassVar[list[str]] = []
+
+    def deltas(self, base: Any, out: Any = None) -> Any:
+        for found in super().deltas(base, out):
+            if self.left[:1] == ["deltas"]:
+                self.left.pop(0)
+                raise KeyboardInterrupt
+            yield found
+
+    def blocks(self) -> Any:
+        if self.left[:1] == ["blocks"]:
+            self.left.pop(0)
+            raise KeyboardInterrupt
+        yield from super().blocks()
+
+
+@pytest.mark.parametrize("checked", [True, False])
+def test_a_second_ctrl_c_as_an_exchange_in_place_is_left(monkeypatch: pytest.MonkeyPatch, checked: bool) -> None:
+    """Changes are dropped, or sent once; values are never sent as changes."""
+    weights, values = Weights(10), np.zeros(10, np.float32)
+    weights.values += 100
+    deltas = ArrayMover(weights, Interrupts(values, "test"), FUSED)  # type: ignore[arg-type]
+    deltas.restart()
+    values += 3
+    monkeypatch.setattr(Interrupts, "left", [] if checked else ["deltas", "blocks"])
+
+    def check(contribution: Norm, *, whole: bool) -> None:
+        Interrupts.left.append("blocks")
+        raise smb.UnavailableError("away")
+
+    with pytest.raises(KeyboardInterrupt):
+        deltas.exchange(check, fetch=True)
+    assert not Interrupts.left
+    assert not deltas.finish()
+    values += 1
+    deltas.exchange(passed, fetch=True)
+    sent = 103 if checked else 100
+    assert (weights.values == sent).all()
+    assert (values == sent).all()
+    values += 1
+    deltas.exchange(passed, fetch=True)
+    assert (weights.values == sent + 1).all()
+
+
+def test_parameters_that_were_refused_lose_nothing(
+    in_place: tuple[Weights, Any, ArrayMover], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after load_state_dict(assign=True), which the user can take back: all changes count then."""
+    weights, values, deltas = in_place
+    values += 3
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise smb.InvalidArgumentError("a parameter was replaced")
+        yield
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ArrayParameters, "deltas", refuse)
+        patch.setattr(ArrayParameters, "blocks", refuse)
+        with pytest.raises(smb.InvalidArgumentError, match="replaced"):
+            deltas.exchange(passed, fetch=True)
+    deltas.exchange(passed, fetch=True)
+    assert (weights.values == 8).all()
+    assert (values == 8).all()
+
+
+def test_a_read_that_failed_leaves_nothing_behind(
+    in_place: tuple[Weights, Any, ArrayMover], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A part of it arrived; the next exchange, which fetches nothing, does not take that for the values."""
+    weights, values, deltas = in_place
+
+    def fail(*_: Any, out: Any, **__: Any) -> None:
+        out[:4] = 99
+        raise smb.UnavailableError("away")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(weights, "read", fail)
+        with pytest.raises(smb.UnavailableError):
+            deltas.read()
+    values += 3
+    deltas.exchange(passed, fetch=False)
+    assert (values == 8).all()
+    assert (weights.values == 8).all()
 
 
 def test_what_nobody_remembers_counts_at_most_once() -> None:
