@@ -411,8 +411,9 @@ def _members(client: Client, name: str, worker: Worker | None, replicas: int) ->
     """
     slots = t.SLOTS_MAX if worker is None else worker.group.table.slots
     with contextlib.suppress(NotFoundError):
-        if (found := client.open(name)).shape == (1 + t.SLOTS, t.FIELDS):
-            return found  # an earlier release made it
+        found = client.open(name)  # made with or without a worker, or by an earlier release
+        if found.dtype == np.int64 and len(found.shape) == 2 and found.shape[0] > 1 and found.shape[1] == t.FIELDS:
+            return found
     return client.create(name, (1 + slots, t.FIELDS), "int64", servers=1, replicas=replicas, exist_ok=True)
 
 

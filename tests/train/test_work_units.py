@@ -85,6 +85,18 @@ def test_other_numbers(client: smb.Client) -> None:
             WorkUnits(client, "others", total, unit, seed)
 
 
+@pytest.mark.parametrize("scheme", [smb.train.BSP(), smb.train.ASP()])
+@pytest.mark.parametrize("worker_first", [True, False])
+def test_with_and_without_a_worker(client: smb.Client, scheme: smb.train.Scheme, worker_first: bool) -> None:
+    """Whoever comes first makes the table of members, for as many as it likes; the others take that."""
+    with smb.train.join(client, "run", np.zeros(10, np.float32), scheme) as worker:
+        workers = (worker, None) if worker_first else (None, worker)
+        made = [WorkUnits(client, "units", 6, 2, epochs=1, worker=each) for each in workers]
+        assert made[0].take() != made[1].take()
+        for each in made:
+            each.close()
+
+
 def _take(messages: Any, address: str, count: int, lease: float, epochs: int) -> None:
     with smb.connect(address) as client, WorkUnits(client, "units", 200, 1, epochs=epochs, lease=lease) as units:
         for number, unit in enumerate(units):
