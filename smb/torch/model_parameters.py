@@ -83,6 +83,8 @@ class VectorSlice:
 
 
 _HOST = torch.device("cpu")
+# The arrays that smb.torch.place has made, by address, as long as they live: a tensor in one keeps it alive.
+_placements: weakref.WeakValueDictionary[int, Values] = weakref.WeakValueDictionary()
 _Found: TypeAlias = "tuple[_Part, torch.Tensor, torch.Tensor | None]"  # values, and what rounding left out of them
 _Change: TypeAlias = Callable[[torch.Tensor, torch.Tensor, "torch.Tensor | None"], None]
 
@@ -451,14 +453,22 @@ def lay_out(tensors: Mapping[tuple[str, ...], torch.Tensor]) -> tuple[TensorTabl
     return table, tuple(TensorEntry(names, tensor, info.offset // 4) for (names, tensor), info in infos)
 
 
+def note_placement(values: Values) -> None:
+    """Take note of an array in which smb.torch.place puts tensors, zero between them."""
+    _placements[values.ctypes.data] = values
+
+
 def address_of(entries: Sequence[TensorEntry]) -> int | None:
     """Return the address of the one float32 array in host memory in which all tensors lie, each at its offset, as
     smb.torch.place puts them; None if they don't.
+
+    Tensors that lie like this in memory of the user's own don't count: something else may lie between them, which an
+    exchange of the whole array would change.
     """
     if not entries:
         return None
-    first, last = entries[0], entries[-1]
-    address = first.tensor.data_ptr() - 4 * first.offset
+    first = entries[0].tensor
+    address = first.data_ptr() - 4 * entries[0].offset
     for entry in entries:
         tensor = entry.tensor
         if (
@@ -468,11 +478,9 @@ def address_of(entries: Sequence[TensorEntry]) -> int | None:
             or not tensor.is_contiguous()
         ):
             return None
-    # The tensors follow each other in one storage. Tensors that lie so by chance have storages of their own.
-    whole = last.tensor.untyped_storage()
-    begin = address - whole.data_ptr()
-    same = all(entry.tensor.untyped_storage().data_ptr() == whole.data_ptr() for entry in entries)
-    return address if same and begin >= 0 and begin + 4 * (last.offset + last.count) <= whole.nbytes() else None
+    memory = first.untyped_storage().data_ptr()
+    together = all(entry.tensor.untyped_storage().data_ptr() == memory for entry in entries)
+    return address if together and memory <= address and _placements.get(memory) is not None else None
 
 
 def array_of(entries: Sequence[TensorEntry], size: int) -> Values:

@@ -1,8 +1,8 @@
 """Parameters placed in one array of the client's memory.
 
-Placed parameters are views of one array that has the layout of the group's buffer. An exchange receives into it,
-without an array between, and computes and copies over the whole array, not tensor by tensor. Over RDMA the network card
-writes into the parameters. The array has large pages if the system has them.
+Placed parameters are views of one array that has the layout of the group's buffer. An exchange of exact values in one
+call receives into it, without an array between, and over RDMA the network card writes into the parameters. Any exchange
+computes and copies over the whole array, not tensor by tensor. The array has large pages if the system has them.
 
 Nothing else depends on a placement: each exchange looks where the tensors are (model_parameters.py), and copies those
 that were moved since, as by model.to(), like those of any other model.
@@ -17,7 +17,7 @@ import torch
 import smb
 from smb.errors import InvalidArgumentError
 from smb.tensors import TensorTable
-from smb.torch.model_parameters import address_of, lay_out
+from smb.torch.model_parameters import address_of, lay_out, note_placement
 from smb.torch.model_tensors import parts_of
 from smb.torch.tensor_values import lasting
 from smb.train.parameters import Values
@@ -53,14 +53,15 @@ def place(
         optimizer.step()
     ```
 
-    The model, its optimizer's state and their values stay what they are, and training gives the same bits. An
-    exchange then receives straight into the parameters (docs/training.md says what that saves). Tied
-    parameters have one place. Frozen parameters and buffers stay where they are.
+    The model, its optimizer's state and their values stay what they are, and training gives the same bits. An exchange
+    of ASP, SSP and R2SP with wire="exact" then receives straight into the parameters (docs/training.md says what that
+    saves). Tied parameters have one place. Frozen parameters and buffers stay where they are.
 
     A placement lasts as long as the tensors stay in the array. load_state_dict(), an optimizer's step and zero_grad()
     leave them there. `model.to(...)` to another device or dtype, and load_state_dict(assign=True), take them out: then
     they are copied at each exchange as before, which `Shared.explain()` shows. A copy of the model (copy.deepcopy) has
-    memory of its own. torch.save of one tensor alone saves the whole array; save tensor.clone() instead.
+    memory of its own. torch.save of one tensor alone saves the whole array; save tensor.clone() instead. Over RDMA a
+    child of fork shares the array: what it writes into the parameters is in the parent's, too. Let it train a copy.
 
     With gradients=True the gradients become views of a second array, zero at first, for calls of your own, such as
     `buffer.apply("sgd", placement.gradients, lr=0.1)`; schemes send no gradients. They stay there only with
@@ -68,8 +69,8 @@ def place(
     None, which some optimizers treat differently.
 
     Takes as much memory as the parameters, once more while they are copied. Makes no call. Raises InvalidArgumentError
-    if a trained parameter is not dense float32 in host memory, or if the model can't be shared, and OutOfMemoryError or
-    TransportError as Client.empty does; the model is unchanged then.
+    if a trained parameter is not contiguous float32 in host memory, or if the model can't be shared, and
+    OutOfMemoryError or TransportError as Client.empty does; the model is unchanged then.
     """
     trained = parts_of(model, optimizer).trained
     for names, tensor in trained.items():
@@ -78,9 +79,16 @@ def place(
                 f"smb.torch.place: parameter {names[0]!r} is {tensor.dtype} on {tensor.device}; only float32 in host "
                 f"memory can be placed. smb.torch.join trains it where it is, through pinned memory for a GPU"
             )
+        if not tensor.is_contiguous():  # an optimizer's state has its strides, and fused steps rely on that
+            raise InvalidArgumentError(
+                f"smb.torch.place: parameter {names[0]!r} is not contiguous: its strides are {tensor.stride()}, as "
+                f"with memory_format=torch.channels_last. Make it contiguous before its optimizer, or do not place it: "
+                f"smb.torch.join trains it where it is"
+            )
     table, entries = lay_out(trained)
     values: Values = client.empty(table.size)
     slopes: Values | None = client.empty(table.size) if gradients else None
+    note_placement(values)
     with torch.no_grad():
         here = torch.from_numpy(values)
         for entry in entries:

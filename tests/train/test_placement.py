@@ -201,6 +201,58 @@ def test_placed_with_overlap(connect: Connect, overlap: str) -> None:
     assert same(*models)
 
 
+class Counts(nn.Module):
+    """Two parameters of one flat memory of the user's own, and between them a count that each process has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        flat = torch.zeros(32)
+        self.first, self.second = nn.Parameter(flat[:15]), nn.Parameter(flat[16:])
+        self.register_buffer("count", flat[15:16], persistent=False)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows.sum() * (self.first.sum() + self.second.sum())
+
+
+def test_memory_of_the_users_own_is_not_exchanged_whole(connect: Connect) -> None:
+    """What lies between two parameters there is not a parameter, and stays each worker's."""
+    client, models = connect(), [Counts(), Counts()]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    with contextlib.ExitStack() as stack:
+        for model, optimizer in zip(models, optimizers, strict=True):
+            stack.enter_context(smb.torch.join(model, optimizer, "run", client=client, scheme="asp"))
+        for _ in range(3):
+            for model, optimizer in zip(models, optimizers, strict=True):
+                train(model, optimizer, 1)
+                model.count += 1
+    assert [model.count.item() for model in models] == [3, 3]
+
+
+def test_shared_memory_ends_a_placement(connect: Connect) -> None:
+    model = Network()
+    optimizer = adam(model)
+    client = connect()
+    placed = smb.torch.place(model, optimizer, client)
+    model.share_memory()
+    assert not is_placed(model, placed)
+    with smb.torch.join(model, optimizer, "run", client=client, scheme="asp") as shared:
+        train(model, optimizer, 2)
+        assert not any(tensor.placed for tensor in shared.explain().tensors)
+    smb.torch.place(model, optimizer, client)
+    with smb.torch.join(model, optimizer, "again", client=client, scheme="asp") as shared:
+        assert all(tensor.placed for tensor in shared.explain().tensors)
+
+
+def test_a_parameter_with_other_strides_is_refused(connect: Connect) -> None:
+    """The optimizer's state has its strides; a fused step would take the state of other elements."""
+    client, model = connect(), nn.Conv2d(4, 8, 3).to(memory_format=torch.channels_last)
+    optimizer = torch.optim.Adam(model.parameters(), fused=True)
+    with pytest.raises(smb.InvalidArgumentError, match=r"'weight' is not contiguous: its strides are \(36, 1, 12, 4\)"):
+        smb.torch.place(model, optimizer, client)
+    model.to(memory_format=torch.contiguous_format)
+    smb.torch.place(model, torch.optim.Adam(model.parameters(), fused=True), client)
+
+
 def test_what_cannot_be_placed(connect: Connect) -> None:
     """The model is as it was."""
     client = connect()

@@ -84,7 +84,9 @@ class ClientMemory:
         """Return an array of zeros in registered memory. Raises TransportError."""
         nbytes = max(1, int(np.prod(shape, dtype=np.int64)) * dtype.itemsize)
         whole = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        mapping = mmap.mmap(-1, whole)
+        # Shared, so that a fork does not give the parent other pages at its next write than those that the card uses,
+        # as kernels before 5.12 do with private memory.
+        mapping = mmap.mmap(-1, whole, flags=mmap.MAP_SHARED | mmap.MAP_ANONYMOUS)
         view = np.frombuffer(mapping, np.uint8)
         address = _address(view)
         del view
