@@ -299,6 +299,7 @@ def test_what_an_exchange_costs_is_explained(connect: Connect) -> None:
 
 def test_the_command_tells_it_of_each_worker(cluster: smb.LocalCluster, connect: Connect) -> None:
     """By what workers report: of two, the one whose model is placed, and one whose is not."""
+    kept: list[torch.optim.Optimizer] = []
     with contextlib.ExitStack() as stack:
         for number in range(2):
             client, model = connect(name=f"worker-{number}"), Network()
@@ -307,6 +308,7 @@ def test_the_command_tells_it_of_each_worker(cluster: smb.LocalCluster, connect:
                 smb.torch.place(model, optimizer, client)
             shared = smb.torch.join(model, optimizer, "told", client=client, scheme="localsgd", every=1)
             stack.callback(shared.abandon)
+            kept.append(optimizer)  # the next join would take the place of one whose optimizer is gone
 
         def told() -> dict[str, Any] | None:
             answer = CliRunner().invoke(app, ["explain", "told", "--coordinator", cluster.address, "--json"])
