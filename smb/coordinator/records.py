@@ -135,8 +135,9 @@ class BufferRecord:
         return self.degraded or (self.replicas == 1 and any(segment.backup for segment in self.segments))
 
     def to_json(self) -> str:
-        """Return the text that `from_json` reads."""
-        fields = asdict(self)
+        """Return the text that `from_json` reads. Fast, since a folder's renaming stores all of its records."""
+        fields: dict[str, Any] = {name: getattr(self, name) for name in BufferRecord.__slots__}
+        fields["segments"] = [{name: getattr(each, name) for name in SegmentRecord.__slots__} for each in self.segments]
         if not self.attempt_id:  # leave out new fields at their defaults, so that the text stays as before they existed
             del fields["attempt_id"]
         for segment in fields["segments"]:
