@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 
 from smb.coordinator.bundles import Bundles
@@ -132,15 +132,32 @@ class RoleChanges:
             some, names = names[: self._looks_at_once], names[self._looks_at_once :]
             servers = [known for each in some if (known := self._commit_log.state.servers.get(each)) is not None]
             looked_at = self._commit_log.now()
-            runs = await asyncio.gather(*map(self.look, servers))
+            looks = await self._looked_at_once([(server, ()) for server in servers])
             self._looked_last = some[-1]
-            if self.counts_no_more(looked_at):
-                self._looks_at_once = max(1, self._looks_at_once // 2)
-            else:
-                self._looks_at_once = min(LOOKS_AT_ONCE_MAX, 2 * self._looks_at_once)
-            answered = (known.name for known, run in zip(servers, runs, strict=True) if run is not RunLiveness.MUTE)
+            answered = (name for name, look in looks.items() if look.run is not RunLiveness.MUTE)
             seen |= dict.fromkeys(answered, looked_at)
         return frozenset(name for name, looked_at in seen.items() if not self.counts_no_more(looked_at))
+
+    async def looked_in_turn(self, asked: Mapping[str, Collection[int]]) -> dict[str, Look]:
+        """Look at these servers, and at these segments on each. Not at all of them at once: of 300 connections that a
+        coordinator begins together, with TLS, some take longer than a look waits.
+        """
+        names = sorted(asked)
+        looks: dict[str, Look] = {}
+        while names:
+            some, names = names[: self._looks_at_once], names[self._looks_at_once :]
+            servers = self._commit_log.state.servers
+            looks |= await self._looked_at_once([(servers[each], asked[each]) for each in some if each in servers])
+        return looks
+
+    async def _looked_at_once(self, asked: Sequence[tuple[ServerRecord, Collection[int]]]) -> dict[str, Look]:
+        looked_at = self._commit_log.now()
+        looks = await asyncio.gather(*(self._looked(server, ids) for server, ids in asked))
+        if self.counts_no_more(looked_at):
+            self._looks_at_once = max(1, self._looks_at_once // 2)
+        else:
+            self._looks_at_once = min(LOOKS_AT_ONCE_MAX, 2 * self._looks_at_once)
+        return {server.name: look for (server, _), look in zip(asked, looks, strict=True)}
 
     def counts_no_more(self, looked_at: Instant) -> bool:
         """Whether what was seen at that moment is too old: this process stood still meanwhile."""
@@ -165,10 +182,10 @@ class RoleChanges:
                 for name in {where[number][1].server, where[number][1].backup} - {"", beside}:
                     named.setdefault(name, set()).add(number)
         alive = [name for name in sorted(named) if name in state.servers and state.alive(name, now)]
-        looks = await asyncio.gather(*(self._looked(state.servers[name], sorted(named[name])) for name in alive))
+        looks = await self.looked_in_turn({name: sorted(named[name]) for name in alive})
         unproven = {(name, number) for name, numbers in named.items() for number in numbers}
         if not self.counts_no_more(now):
-            for name, look in zip(alive, looks, strict=True):
+            for name, look in looks.items():
                 whole = {number for number, held in look.held.items() if held.whole}
                 unproven -= {(name, number) for number in (named[name] if look.run is RunLiveness.UNNAMED else whole)}
         return frozenset(unproven)

@@ -367,14 +367,14 @@ class CoordinatorService(CoordinatorServicer):
         if known is not None and known.instance_id == event.server.instance_id:
             return frozenset()
         peers = [peer for peer in deciding_peers(state, name, event.held) if state.alive(peer, now)]
-        runs = await asyncio.gather(*(self._roles.look(state.servers[peer]) for peer in peers))
-        for peer, run in zip(peers, runs, strict=True):
-            if run is RunLiveness.MUTE:
+        looks = await self._roles.looked_in_turn(dict.fromkeys(peers, ()))
+        for peer, look in looks.items():
+            if look.run is RunLiveness.MUTE:
                 raise UnavailableError(
                     f'memory server "{name}" was restarted, and "{peer}", which has other copies of its segments, '
                     f"does not answer; it must register again"
                 )
-        return frozenset(peers)
+        return frozenset(looks)
 
     async def _unproven_copies(self, event: ServerRegistered) -> frozenset[tuple[str, int]]:
         """Return the other copies of what this server may be told to drop that their servers do not confirm now: of

@@ -38,8 +38,8 @@ from smb.coordinator.leader import _tick
 from smb.coordinator.memserver_client import Look, MemoryServers, RunLiveness
 from smb.coordinator.mirrors import Mirrors
 from smb.coordinator.outside import new_id
-from smb.coordinator.records import Held, SegmentRecord, ServerRecord
-from smb.coordinator.role_changes import LOOK_COUNTS_S, RoleChanges
+from smb.coordinator.records import BufferRecord, Held, SegmentRecord, ServerRecord
+from smb.coordinator.role_changes import LOOK_COUNTS_S, LOOKS_AT_ONCE_MAX, RoleChanges
 from smb.coordinator.segment_maker import SegmentMaker
 from smb.coordinator.session_end_notifier import SessionEndNotifier
 from smb.coordinator.store import SqliteStore, StoreError
@@ -587,3 +587,43 @@ def test_all_survivors_are_seen_however_long_looking_at_all_takes(
         assert found == set(names)
 
     asyncio.run(work())
+
+
+def test_a_server_with_hundreds_of_peers_can_register(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All were looked at together. With TLS some connections took longer than a look waits, and a registration that
+    depended on 800 servers was refused for ever.
+    """
+
+    async def work() -> None:
+        names = [f"s{number:03}" for number in range(300)]
+        begun: list[str] = []
+
+        class Busy(Servers):
+            """Answers in time if a few are asked together."""
+
+            async def look(self, at: ServerRecord, segment_ids: Collection[int] = ()) -> Look:
+                begun.append(at.name)
+                await asyncio.sleep(0)
+                together = len(begun)
+                await asyncio.sleep(0)
+                begun.remove(at.name)
+                held = {number: Held(1, whole=True) for number in segment_ids}
+                return Look(RunLiveness.MUTE if together > LOOKS_AT_ONCE_MAX else RunLiveness.ALIVE, held)
+
+        async with beside(tmp_path) as log:
+            await register(log, "a", *names)
+            service = service_of(log, Busy(living=1))
+            made = registration(log.state, server("a", 2), frozenset())
+            monkeypatch.setattr(services, "deciding_peers", lambda *_: names)
+            assert await service._look_at_others(made) == frozenset(names)
+            record = record_on(names)
+            log.state = replace(log.state, buffers=log.state.buffers.changed([record]))
+            assert await service._roles.unproven_copies({each.id for each in record.segments}) == frozenset()
+
+    asyncio.run(work())
+
+
+def record_on(servers: Sequence[str]) -> BufferRecord:
+    """A buffer with a segment on each of these servers."""
+    segments = tuple(SegmentRecord(number + 1, name, 8, 4096) for number, name in enumerate(servers))
+    return BufferRecord("w", 1, (8,), "float32", 32, 1, 4096, 64, segments, 1.0, ready=True)
