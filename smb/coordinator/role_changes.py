@@ -138,13 +138,19 @@ class RoleChanges:
             seen |= dict.fromkeys(answered, looked_at)
         return frozenset(name for name, looked_at in seen.items() if not self.counts_no_more(looked_at))
 
-    async def looked_in_turn(self, asked: Mapping[str, Collection[int]]) -> dict[str, Look]:
+    async def looked_in_turn(
+        self, asked: Mapping[str, Collection[int]], *, all_needed: bool = False
+    ) -> dict[str, Look]:
         """Look at these servers, and at these segments on each. Not at all of them at once: of 300 connections that a
         coordinator begins together, with TLS, some take longer than a look waits.
+
+        Ends when the first look counts no more. `all_needed`: ends also when one server does not answer.
         """
-        names = sorted(asked)
+        names, begun = sorted(asked), self._commit_log.now()
         looks: dict[str, Look] = {}
-        while names:
+        while names and not self.counts_no_more(begun):
+            if all_needed and any(look.run is RunLiveness.MUTE for look in looks.values()):
+                break
             some, names = names[: self._looks_at_once], names[self._looks_at_once :]
             servers = self._commit_log.state.servers
             looks |= await self._looked_at_once([(servers[each], asked[each]) for each in some if each in servers])

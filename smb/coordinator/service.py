@@ -367,7 +367,7 @@ class CoordinatorService(CoordinatorServicer):
         if known is not None and known.instance_id == event.server.instance_id:
             return frozenset()
         peers = [peer for peer in deciding_peers(state, name, event.held) if state.alive(peer, now)]
-        looks = await self._roles.looked_in_turn(dict.fromkeys(peers, ()))
+        looks = await self._roles.looked_in_turn(dict.fromkeys(peers, ()), all_needed=True)
         for peer, look in looks.items():
             if look.run is RunLiveness.MUTE:
                 raise UnavailableError(

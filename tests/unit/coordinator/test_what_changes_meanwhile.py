@@ -623,6 +623,59 @@ def test_a_server_with_hundreds_of_peers_can_register(tmp_path: Path, monkeypatc
     asyncio.run(work())
 
 
+@pytest.mark.parametrize("look_s", [0.1, 1.5])
+def test_looks_at_servers_in_turn_end_when_the_first_counts_no_more(look_s: float) -> None:
+    """They went on although their caller then throws away what was seen."""
+
+    async def work() -> None:
+        clock = [Instant(0.0, 1.7e9)]
+        log, _ = await opened(FakeEtcd(), clock=lambda: clock[0])
+        names = [f"s{number:03}" for number in range(10 * LOOKS_AT_ONCE_MAX)]
+        await register(log, *names)
+
+        class Slow(Servers):
+            async def look(self, at: ServerRecord, segment_ids: Collection[int] = ()) -> Look:
+                asked_at = clock[0].monotonic
+                await asyncio.sleep(0)  # until all of its batch are asked
+                clock[0] = replace(clock[0], monotonic=asked_at + look_s)
+                return Look(RunLiveness.ALIVE)
+
+        servers = cast(Any, Slow())
+        roles = RoleChanges(log, servers, SessionEndNotifier(log, servers))
+        looks = await roles.looked_in_turn(dict.fromkeys(names, ()))
+        assert len(looks) == (len(names) if look_s == 0.1 else 3 * LOOKS_AT_ONCE_MAX)
+        assert clock[0].monotonic < LOOK_COUNTS_S + look_s
+
+    asyncio.run(work())
+
+
+def test_a_registration_names_the_first_server_that_does_not_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It looked at all the others before. Each of them that did not answer took a second, so that it took too long."""
+    monkeypatch.setattr(role_changes, "PROBE_S", 0.02)
+
+    async def work() -> None:
+        names = [f"s{number:03}" for number in range(3 * LOOKS_AT_ONCE_MAX)]
+
+        class Mute(Servers):
+            async def look(self, at: ServerRecord, segment_ids: Collection[int] = ()) -> Look:
+                self.probed.append(at.instance_id)
+                return Look(RunLiveness.MUTE if at.name == "s040" else RunLiveness.ALIVE)
+
+        async with beside(tmp_path) as log:
+            await register(log, "a", *names)
+            servers = Mute()
+            service = service_of(log, servers)
+            made = registration(log.state, server("a", 2), frozenset())
+            monkeypatch.setattr(services, "deciding_peers", lambda *_: names)
+            with pytest.raises(UnavailableError, match=r'"s040", which has other copies .* does not answer'):
+                await service._look_at_others(made)
+            assert len(servers.probed) == 2 * LOOKS_AT_ONCE_MAX
+
+    asyncio.run(work())
+
+
 def record_on(servers: Sequence[str]) -> BufferRecord:
     """A buffer with a segment on each of these servers."""
     segments = tuple(SegmentRecord(number + 1, name, 8, 4096) for number, name in enumerate(servers))
