@@ -3,10 +3,10 @@
 Either that run stopped within the creation, or the records are older than its last ones: a backup was restored, or a
 power failure took their end. In the second case clients may have used the buffer since. Its servers know more. The
 buffer counts as made if each of its segments is whole where the records have it, or newer elsewhere. It is taken back
-if a segment is nowhere, and nothing was ever written to the others: what is dropped then has nothing that a client was
-told of. If a segment is nowhere and others were used, the buffer counts as made, and that segment as lost. While a
-server that may have a segment has not been heard of, nothing is decided, clients do not see the buffer, and none of its
-copies takes over from another. Pure.
+if nothing was ever written to it, and a segment is nowhere, or not on a server that should have it and has run all
+along: what is dropped then has nothing that a client was told of. If a segment is nowhere and others were used, the
+buffer counts as made, and that segment as lost. While a server that may have a segment has not been heard of, nothing
+is decided, clients do not see the buffer, and none of its copies takes over from another. Pure.
 """
 
 from __future__ import annotations
@@ -85,7 +85,15 @@ def interrupted_judged(state: State, changes_max: int | None, now: Instant) -> S
         ]
         if any({each.server, each.backup} - {""} - held.keys() for each in nowhere):
             continue
-        if nowhere and not known.used:
+        # A server that has run all along and lacks its copy never made it: the creation had not ended. To go on with
+        # the other copy alone would part a bundle from a primary that lives, and that answers reads until it is told.
+        never_made = any(
+            name in held and known.runs.get(name) == state.servers[name].instance_id and segment.id not in held[name]
+            for segment in record.segments
+            for name in (segment.server, segment.backup)
+            if segment.id not in known.newer
+        )
+        if (nowhere or never_made) and not known.used:
             state, ended = _taken_back(state, record)
         else:
             state, ended = _made(state, record, known, held)

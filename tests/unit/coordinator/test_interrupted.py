@@ -234,15 +234,30 @@ def test_a_primary_that_was_restarted_does_not_go_on_with_its_backup() -> None:
 
 def test_a_backup_that_was_never_made_does_not_take_over() -> None:
     """Even from a primary that was restarted: that one has all there is."""
+    cluster = half_made(USED)
+    assert judged(cluster) == ["half"]
+    (segment,) = cluster.state.buffers["half"].segments
+    assert (segment.server, segment.backup, segment.epoch) == ("a", "", 2)
+
+
+def half_made(held: Held) -> Cluster:
+    """On "a", which was restarted since, and not on "b", which was not."""
     cluster = Cluster()
     cluster.register("a", "b")
     cluster.want("half", replicas=2, server_names=("a",))
     cluster = again(cluster)
     back(cluster, "b", None)
-    back(cluster, "a", replace(NEW, epoch=1), 2)
-    assert judged(cluster) == ["half"]
-    (segment,) = cluster.state.buffers["half"].segments
-    assert (segment.server, segment.backup, segment.epoch) == ("a", "", 2)
+    back(cluster, "a", replace(held, epoch=1), 2)
+    return cluster
+
+
+def test_it_is_taken_back_if_one_server_never_made_its_copy() -> None:
+    """And nobody has used the other: the creation had not ended. Going on with one copy would part its bundle."""
+    cluster = half_made(NEW)
+    assert judged(cluster) == []
+    assert cluster.state.buffers == {}
+    (drop,) = (each for each in cluster.effects if isinstance(each, DropSegments))
+    assert {each.server for each in drop.segments} == {"a", "b"}
 
 
 def test_what_it_was_to_move_with_keeps_its_copies() -> None:
