@@ -34,6 +34,10 @@ PROBE_S = 1.0
 Reply = TypeVar("Reply")
 
 
+class AnotherRunError(UnavailableError):
+    """Another process of the memory server answered than the one that was meant. It did nothing."""
+
+
 class RunLiveness(Enum):
     """What a look at a memory server's address showed about one run of it."""
 
@@ -100,7 +104,8 @@ class MemoryServers:
     ) -> int:
         """Have the server make the segment, and return the server's used bytes. Waits while the server is `alive`, for
         as long as the segment's size allows. Raises OutOfMemoryError, UnavailableError (outcome unknown), and
-        InvalidArgumentError if the server's version has no bundles.
+        InvalidArgumentError if the server's version has no bundles. AnotherRunError, if another process has taken the
+        place of the one that is meant, is an UnavailableError: nothing was made.
         """
         bundle_id = 0 if segment.group == segment.id else segment.group  # a bundle of one needs no support for bundles
         request = pb.CreateSegmentRequest(
@@ -122,6 +127,8 @@ class MemoryServers:
                 peer.stub.CreateSegment(request, timeout=deadline_s, metadata=passed_on()), alive
             )
         except grpc.aio.AioRpcError as error:
+            if error.code() == grpc.StatusCode.NOT_FOUND:
+                raise AnotherRunError(f'memory server "{server.name}" was restarted meanwhile') from error
             raise self._failure(server, "make a segment", error) from error
         if reply is None:
             raise UnavailableError(

@@ -146,14 +146,17 @@ class RoleChanges:
 
         Ends when the first look counts no more. `all_needed`: ends also when one server does not answer.
         """
-        names, begun = sorted(asked), self._commit_log.now()
+        begun, places = self._commit_log.now(), asyncio.Semaphore(LOOKS_AT_ONCE_MAX)
         looks: dict[str, Look] = {}
-        while names and not self.counts_no_more(begun):
-            if all_needed and any(look.run is RunLiveness.MUTE for look in looks.values()):
-                break
-            some, names = names[: self._looks_at_once], names[self._looks_at_once :]
-            servers = self._commit_log.state.servers
-            looks |= await self._looked_at_once([(servers[each], asked[each]) for each in some if each in servers])
+
+        async def look_at(name: str) -> None:
+            async with places:  # a server that does not answer holds one of them, and the others go on
+                enough = all_needed and any(look.run is RunLiveness.MUTE for look in looks.values())
+                server = self._commit_log.state.servers.get(name)
+                if server is not None and not enough and not self.counts_no_more(begun):
+                    looks[name] = await self._looked(server, asked[name])
+
+        await asyncio.gather(*map(look_at, sorted(asked)))
         return looks
 
     async def _looked_at_once(self, asked: Sequence[tuple[ServerRecord, Collection[int]]]) -> dict[str, Look]:

@@ -21,7 +21,7 @@ from smb.coordinator.events import (
     ServerCounted,
     ServerSuspected,
 )
-from smb.coordinator.memserver_client import MemoryServers
+from smb.coordinator.memserver_client import AnotherRunError, MemoryServers
 from smb.coordinator.messages import replica_messages
 from smb.coordinator.outside import new_id
 from smb.coordinator.records import BufferRecord, Kind, SegmentRecord, ServerRecord
@@ -160,6 +160,9 @@ class SegmentMaker:
         mute = frozenset(
             server.name for server, answer in zip(servers, answers, strict=True) if isinstance(answer, UnavailableError)
         )
+        for answer in answers:
+            if isinstance(answer, AnotherRunError):
+                raise NotNowError(f"{asked}: {answer}; nothing was created; try again") from answer
         for answer in answers:
             if isinstance(answer, UnavailableError):
                 left_s = self._alive_for(mute)

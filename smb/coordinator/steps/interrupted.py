@@ -77,22 +77,22 @@ def interrupted_judged(state: State, changes_max: int | None, now: Instant) -> S
         known = state.interrupted[record.id]
         # A server that has died since its report may have lost what it held.
         held = {name: numbers for name, numbers in known.held.items() if name in heard}
-        nowhere = [
-            segment
+        nowhere = {
+            segment.id
             for segment in record.segments
             if segment.id not in known.newer
             and not any(segment.id in held.get(name, ()) for name in (segment.server, segment.backup))
-        ]
-        if any({each.server, each.backup} - {""} - held.keys() for each in nowhere):
-            continue
+        }
         # A server that has run all along and lacks its copy never made it: the creation had not ended. To go on with
         # the other copy alone would part a bundle from a primary that lives, and that answers reads until it is told.
-        never_made = any(
+        never_made = all(copy.server in held for copy in record.copies) and any(
             name in held and known.runs.get(name) == state.servers[name].instance_id and segment.id not in held[name]
             for segment in record.segments
             for name in (segment.server, segment.backup)
             if segment.id not in known.newer
         )
+        if any(copy.server not in held for copy in record.copies if copy.id in nowhere):
+            continue
         if (nowhere or never_made) and not known.used:
             state, ended = _taken_back(state, record)
         else:

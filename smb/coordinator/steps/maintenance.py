@@ -30,9 +30,11 @@ def maintenance_planned(state: State, event: MaintenancePlanned, now: Instant) -
 
 
 def maintenance_ended(state: State, event: MaintenanceEnded, _: Instant) -> Step:
-    """End it. One that does not exist, or is over by itself, is no error."""
+    """End it. One that does not exist, or is over by itself, is no error: the store may still have it, and the next
+    leader, whose wall clock may be behind, would go on with it.
+    """
     if event.name not in state.maintenance:
-        return state, ()
+        return state, (_save(state),)
     state = replace(state, maintenance=without(state.maintenance, event.name))
     return _changed(state, f"maintenance of {_title(event.name)} was ended: lost copies are made anew")
 
@@ -46,17 +48,15 @@ def _save(state: State) -> SaveMaintenance:
 
 
 def over(state: State, now: Instant) -> tuple[State, list[Effect]]:
-    """Return the state without the maintenance that is over by itself. The next leader, whose wall clock may be behind,
-    must not go on with it.
+    """Return the state without the maintenance that is over by itself. The store keeps it until its next change, so
+    that no tick depends on a store that takes nothing.
     """
     gone = [name for name, planned in state.maintenance.items() if planned.until <= now.monotonic]
     if not gone:
         return state, []
-    state = replace(state, maintenance=without(state.maintenance, *gone))
-    reports = [
-        Report(logging.INFO, f"maintenance of {_title(name)} is over: lost copies are made anew") for name in gone
-    ]
-    return state, [_save(state), *reports]
+    text = "is over: lost copies are made anew"
+    reports: list[Effect] = [Report(logging.INFO, f"maintenance of {_title(name)} {text}") for name in gone]
+    return replace(state, maintenance=without(state.maintenance, *gone)), reports
 
 
 def _title(name: str) -> str:

@@ -35,7 +35,7 @@ from smb.coordinator.events import (
 )
 from smb.coordinator.health import Health
 from smb.coordinator.leader import _tick
-from smb.coordinator.memserver_client import Look, MemoryServers, RunLiveness
+from smb.coordinator.memserver_client import AnotherRunError, Look, MemoryServers, RunLiveness
 from smb.coordinator.mirrors import Mirrors
 from smb.coordinator.outside import new_id
 from smb.coordinator.records import BufferRecord, Held, SegmentRecord, ServerRecord
@@ -661,6 +661,7 @@ def test_a_registration_names_the_first_server_that_does_not_answer(
         class Mute(Servers):
             async def look(self, at: ServerRecord, segment_ids: Collection[int] = ()) -> Look:
                 self.probed.append(at.instance_id)
+                await asyncio.sleep(0 if at.name == "s040" else 0.2)
                 return Look(RunLiveness.MUTE if at.name == "s040" else RunLiveness.ALIVE)
 
         async with beside(tmp_path) as log:
@@ -671,7 +672,55 @@ def test_a_registration_names_the_first_server_that_does_not_answer(
             monkeypatch.setattr(services, "deciding_peers", lambda *_: names)
             with pytest.raises(UnavailableError, match=r'"s040", which has other copies .* does not answer'):
                 await service._look_at_others(made)
-            assert len(servers.probed) == 2 * LOOKS_AT_ONCE_MAX
+            assert len(servers.probed) < len(names)
+
+    asyncio.run(work())
+
+
+def test_a_server_that_does_not_answer_holds_up_no_other_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looks at each 32 servers waited for the slowest of these: three such servers took longer than looks count."""
+
+    async def work() -> None:
+        log, _ = await opened(FakeEtcd())
+        names = [f"s{number:03}" for number in range(5 * LOOKS_AT_ONCE_MAX)]
+        await register(log, *names)
+        ends, others = asyncio.Event(), 0
+
+        class Mute(Servers):
+            async def look(self, at: ServerRecord, segment_ids: Collection[int] = ()) -> Look:
+                nonlocal others
+                if at.name in names[:: 2 * LOOKS_AT_ONCE_MAX]:
+                    await ends.wait()
+                    return Look(RunLiveness.UNNAMED)
+                others += 1
+                if others == len(names) - 3:
+                    ends.set()
+                return Look(RunLiveness.ALIVE)
+
+        servers = cast(Any, Mute())
+        roles = RoleChanges(log, servers, SessionEndNotifier(log, servers))
+        assert len(await asyncio.wait_for(roles.looked_in_turn(dict.fromkeys(names, ())), 20.0)) == len(names)
+
+    asyncio.run(work())
+
+
+def test_a_creation_that_another_run_refuses_is_made_again(tmp_path: Path) -> None:
+    """A server was restarted after it was chosen. The process that is there now made nothing, and is as good."""
+
+    async def work() -> None:
+        async with beside(tmp_path) as log:
+            await register(log, "a", "b")
+            servers = Servers()
+
+            async def restart() -> None:
+                await log.commit(returned(log.state, "a", 2))
+                await log.commit(registration(log.state, server("a", 2)))
+                raise AnotherRunError('memory server "a" was restarted meanwhile')
+
+            servers.waits["a"] = restart
+            maker = SegmentMaker(log, cast(Any, servers))
+            record = await maker.create(Creation("w", (1 << 20,), "float32", server_names=("a",)), 5.0)
+            assert record.ready
 
     asyncio.run(work())
 
