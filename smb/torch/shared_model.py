@@ -139,7 +139,8 @@ class Shared:
         _joined.add(self)
 
     def _scheme_waits(self) -> bool:
-        return self.worker.scheme.WAITS
+        # With a delay, a worker waits for the others' contributions only steps after its own.
+        return self.worker.scheme.WAITS and not self.worker.scheme.traits.delay
 
     def _parts(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Parts:
         return parts_of(model, optimizer)

@@ -288,7 +288,7 @@ def test_check_has_an_exit_code_for_cron(kept_port: int) -> None:
         for server in cluster.servers:
             server.kill()
         wait_for(lambda: "0 of 2" in check()[1][0], "the end of their leases")
-        code, (head, line) = check()  # the other server holds nothing: that is a note
+        code, (head, line, *_) = check()  # the other server holds nothing: that is a note
         assert (code, head[:9]) == (2, "CRITICAL:")
         assert line.startswith("CRITICAL server-0 is gone. What to do: On the server's host")
         code, lines = check("--json")
