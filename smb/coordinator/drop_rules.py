@@ -3,9 +3,8 @@
 Invariant: a server is told to drop a segment only if
 - its deletion was acknowledged, or its creation was given up, in a store that has each change that the server was
   told of (smb/coordinator/lineage.py), or
-- its creation was interrupted, nobody has written to any of its buffer's segments, and one of these is
-  nowhere, or not on a server that should have it and has run all along
-  (smb/coordinator/steps/interrupted.py), or
+- its creation was interrupted, nobody has written to any of its buffer's segments, and one of these is nowhere,
+  or not on a server that should have it and has run all along (smb/coordinator/steps/interrupted.py), or
 - in such a store, another run, which has registered with this coordinator in this term, has a whole copy of at least
   the same epoch (an incomplete copy may be dropped if any whole copy exists), or
 - an operator has named it.

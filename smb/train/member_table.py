@@ -4,10 +4,9 @@ The table is an int64 buffer, (1 + slots) x FIELDS, small enough for one chunk, 
 many slots there are depends on the scheme: SLOTS with rounds, whose members are a set in one word, up to SLOTS_MAX
 without. Slots are taken from the lowest on, and a read leaves out the rows above the highest slot that was ever taken.
 
-Words
-that decide something are changed by compare_swap alone, and contain the incarnation of their owner. So a member that
-was stopped for long, and whose slot has another owner now, changes nothing. Words that only inform are written plainly
-by their owner.
+Words that decide something are changed by compare_swap alone, and contain the incarnation of their owner. So a member
+that was stopped for long, and whose slot has another owner now, changes nothing. Words that only inform are written
+plainly by their owner.
 """
 
 from __future__ import annotations

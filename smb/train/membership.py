@@ -13,6 +13,7 @@ import numpy as np
 
 from smb.config.at_exit import AtExit, at_exit
 from smb.config.log import TRAINING
+from smb.config.transports import REPORTED
 from smb.errors import Error, InvalidArgumentError, NotFoundError
 from smb.spi import TrainingReport, session_of
 from smb.train import member_table as t
@@ -26,7 +27,6 @@ _news = logging.getLogger(TRAINING)
 _open: weakref.WeakSet[Membership] = weakref.WeakSet()
 _leaving: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # of memberships that nobody held
 _EXIT_S = 1.0  # timeout of each call at the interpreter's exit
-_TRANSPORTS = {"shm": 1, "tcp": 2, "verbs": 4, "unix": 8}  # as TrainingReport has them
 _GUARD_MAX = 255  # characters of the guard's text in a report
 
 
@@ -63,7 +63,7 @@ class Membership:
         call `withdraw` then.
         """
         self._steps.exchange.restart()
-        self._report.transports = sum(_TRANSPORTS.get(each, 0) for each in self._group.weights.transports)
+        self._report.transports = sum(REPORTED[each] for each in self._group.weights.transports)
 
     def announce(self) -> None:
         """Log what joining did. One small read; if the read fails, that is logged instead."""

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 
+from smb.config.transports import REPORTED
 from smb.coordinator.dashboard.buffer_rows import (
     BUFFERS_MAX,
     buffer_row,
@@ -46,7 +47,6 @@ CLIENTS_MAX = 500
 WAITS_MAX = 200
 TRAININGS_MAX = 200
 WORKERS_MAX = 64  # of one training
-_TRANSPORTS = {1: "shm", 2: "tcp", 4: "verbs", 8: "unix"}  # TrainingReport.transports
 WAITED_FOR_MAX = 3  # clients named for which a training waits
 STATES_MAX = 200
 READERS_MAX = 64  # of one published state
@@ -386,7 +386,7 @@ def _worker(view: Moment, seen: WorkerSeen) -> Json:
         "bytes": report.bytes,
         "copied": report.copied_bytes,
         "placed": report.placed,
-        "transports": [name for bit, name in _TRANSPORTS.items() if report.transports & bit],
+        "transports": [name for name, bit in REPORTED.items() if report.transports & bit],
         "silent_s": round(max(0.0, view.now.monotonic - seen.at), 1),
     }
 

@@ -86,10 +86,9 @@ def interrupted_judged(state: State, changes_max: int | None, now: Instant) -> S
         # A server that has run all along and lacks its copy never made it: the creation had not ended. To go on with
         # the other copy alone would part a bundle from a primary that lives, and that answers reads until it is told.
         never_made = all(copy.server in held for copy in record.copies) and any(
-            name in held and known.runs.get(name) == state.servers[name].instance_id and segment.id not in held[name]
-            for segment in record.segments
-            for name in (segment.server, segment.backup)
-            if segment.id not in known.newer
+            known.runs.get(copy.server) == state.servers[copy.server].instance_id and copy.id not in held[copy.server]
+            for copy in record.copies
+            if copy.id not in known.newer
         )
         if any(copy.server not in held for copy in record.copies if copy.id in nowhere):
             continue

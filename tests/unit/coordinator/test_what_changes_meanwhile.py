@@ -677,7 +677,7 @@ def test_a_registration_names_the_first_server_that_does_not_answer(
     asyncio.run(work())
 
 
-def test_a_server_that_does_not_answer_holds_up_no_other_look(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_does_not_answer_holds_up_no_other_look() -> None:
     """Looks at each 32 servers waited for the slowest of these: three such servers took longer than looks count."""
 
     async def work() -> None:
