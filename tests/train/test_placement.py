@@ -69,7 +69,15 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, first:
 
 
 def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+    """The same bits; running statistics almost, since they are mixed in the background, and less often on a busy
+    machine: state += (own - state) rounds each time.
+    """
+    return one.keys() == other.keys() and all(
+        torch.allclose(one[name], other[name], rtol=1e-5, atol=1e-6)
+        if "running" in name
+        else torch.equal(one[name], other[name])
+        for name in one
+    )
 
 
 def is_placed(model: nn.Module, placed: smb.torch.Placement) -> bool:
