@@ -6,7 +6,9 @@ import threading
 import weakref
 from typing import Any, ClassVar, Protocol
 
+from smb.config.transports import REPORTED
 from smb.rpc import control_pb2 as pb
+from smb.state_costs import StateCosts
 
 PUBLISHER, READER = "publisher", "reader"
 
@@ -14,6 +16,9 @@ PUBLISHER, READER = "publisher", "reader"
 class PublishedState(Protocol):
     ROLE: ClassVar[str]
     """PUBLISHER or READER."""
+
+    costs: StateCosts
+    """What it has cost so far."""
 
     @property
     def buffer(self) -> Any:
@@ -47,7 +52,18 @@ class PublishedStates:
     def reports(self, most: int) -> list[pb.StateReport]:
         """Return the reports to the coordinator, at most `most` of them."""
         return [
-            pb.StateReport(name=name, publishes=role == PUBLISHER, generation=state.last, source=state.source)
+            pb.StateReport(
+                name=name,
+                publishes=role == PUBLISHER,
+                generation=state.last,
+                source=state.source,
+                times=state.costs.times,
+                bytes=state.costs.bytes,
+                copied_bytes=state.costs.copied_bytes,
+                busy_ms=int(1000 * state.costs.seconds),
+                age_ms=int(1000 * state.costs.age),
+                transports=sum(REPORTED[each] for each in state.costs.transports),
+            )
             for (name, role), state in list(self._furthest_behind().items())[:most]
         ]
 

@@ -94,6 +94,11 @@ class Nearest:
         mirror = self._mirror
         return mirror.name if mirror is not None else ""
 
+    @property
+    def transports(self) -> tuple[str, ...]:
+        """As Buffer.transports, of the buffer that was chosen last."""
+        return (self._mirror or self._source).transports
+
     def buffer(self) -> Buffer:
         """Return the buffer to read from now."""
         if time.monotonic() - self._looked > _LOOK_S or not self._looked:

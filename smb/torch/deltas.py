@@ -297,6 +297,11 @@ class DeltaReader:
         name = self._logs.mirror_name
         return self._name + name.removeprefix(self._log.buffer.name) if name else ""
 
+    @property
+    def transports(self) -> tuple[str, ...]:
+        """As Buffer.transports, of the log from which generations come."""
+        return self._logs.transports
+
     def wait(self, generation: int, timeout: float | None) -> int:
         """As Buffer.wait, but until the nearest mirror has the generation, too."""
         return self._logs.wait(generation, timeout)

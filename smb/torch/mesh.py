@@ -315,7 +315,10 @@ class MeshShared(Shared):
 
     def explain(self) -> NoReturn:
         """Raise InvalidArgumentError: what each rank copies is not counted."""
-        raise InvalidArgumentError("explain() is not for the ranks of a mesh")
+        raise InvalidArgumentError(
+            f"explain() is not for the ranks of a mesh, which do not count their copies; smb explain {self._name} "
+            f"tells transport, bytes and time"
+        )
 
     def on_exchange(self, listener: Callable[[smb.train.ExchangeEvent], object]) -> None:
         """Call `listener` after each exchange, at rank 0 of the mesh only."""

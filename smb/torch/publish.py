@@ -31,12 +31,14 @@ from smb.pins import PIN_S_MAX, Pin
 from smb.published import ABOUT, LOG_FORMAT
 from smb.relay.reader_source import Nearest
 from smb.spi import session_of, versions_of
+from smb.state_costs import StateCosts
 from smb.torch.deltas import DELTAS_MAX, DeltaReader, DeltaWriter, create
 from smb.torch.model_tensors import plain_name, plain_state
 from smb.torch.pairs import PairReader, Pairs, Spool, is_in_several_ranks, is_repeatable, with_forms
 from smb.torch.ranks import Ranks
 from smb.torch.shard_writer import ShardWriter, check_same, parts_of, ranks_of
 from smb.torch.state_bytes import Allocate, PartBytes, StateBytes
+from smb.torch.state_explanation import StateExplanation, state_explained
 from smb.torch.tensor_slices import TensorSlice, checked_slice, is_sharded, local_of, slice_of, whole
 from smb.torch.tensor_values import changing, check_dense, is_expanded, is_extra_state, lasting
 from smb.train.group import METADATA
@@ -192,6 +194,7 @@ class Publisher:
         self._files = _contents(asked, files or {})
         self._pairs = PairReader(asked, self._names, self._kind)
         self._turn = threading.Lock()
+        self.costs = StateCosts()
         self._buffer: Buffer | None = None
         self._writer: _WholeWriter | DeltaWriter | ShardWriter
         self._last = 0  # the generation that was published or found last
@@ -412,9 +415,22 @@ class Publisher:
             )
         return self._writer
 
+    def explain(self) -> StateExplanation:
+        """Return what publishing has cost this process so far: bytes, copies, time, transport, and what may help.
+        Asks no server. Raises NotFoundError before the first publication if that makes the buffer.
+
+        ```python
+        print(publisher.explain())
+        ```
+        """
+        return state_explained(self.buffer, self.ROLE, self._last, self.costs, self.source)
+
     def _publish(self, publish: Callable[[str, float], int], timeout: float) -> int:
         sure, self._sure = self._sure, False
-        generation = publish(self._asked, timeout)
+        with self.costs.timed():
+            generation = publish(self._asked, timeout)
+        self.costs.count(self._writer.sent_bytes)
+        _note_transports(self.costs, self.buffer)
         between, self._last, self._sure = generation - self._last - 1, generation, True
         if sure and between and self._alone and (self._ranks is None or self._ranks.speaks):
             self._alone = False
@@ -444,7 +460,8 @@ class Publisher:
                 )
             self._make(self._selected(self._asked, given))
         try:
-            self._check_and_take(given)
+            with self.costs.timed():
+                self._check_and_take(given)
         except Exception as error:
             if self._ranks is None or isinstance(self._writer, _WholeWriter):
                 raise
@@ -466,6 +483,7 @@ class Publisher:
         for name, tensor in given.items():
             check_dense(asked, name, tensor)
         self._writer.take(given)
+        self.costs.copied_bytes += sum(local_of(tensor).nbytes for tensor in given.values())
 
     def _kind(self, tensor: torch.Tensor) -> torch.dtype:
         return self._dtype if self._dtype is not None and tensor.is_floating_point() else tensor.dtype
@@ -523,6 +541,7 @@ class Follower:
             )
         self.buffer = buffer
         self.generation = 0
+        self.costs = StateCosts()
         self._nearest = Nearest(client, buffer, near)
         self._about = _about(asked, buffer)
         deltas = self._about["deltas"]
@@ -552,6 +571,16 @@ class Follower:
     def source(self) -> str:
         """The mirror from which generations come now; "" for the state's own buffer. Asks no server."""
         return self._nearest.mirror_name if self._reader is None else self._reader.mirror_name
+
+    def explain(self) -> StateExplanation:
+        """Return what reading has cost this process so far: bytes, copies, time, transport, and what may help. Asks no
+        server.
+
+        ```python
+        print(follower.explain())
+        ```
+        """
+        return state_explained(self.buffer, self.ROLE, self.generation, self.costs, self.source)
 
     def _slices_of(self, asked: str, placements: Placements) -> dict[str, TensorSlice]:
         """Return the part of each stored tensor that is read. Raises InvalidArgumentError."""
@@ -677,6 +706,7 @@ class Follower:
         )
         self._memory.hold(here.values())
         self._read(asked, generation)
+        self.costs.copied_bytes += self._memory.nbytes
         names = ((name, plain_name(model, name)) for name in model.state_dict())
         given = {name: _placed_as(here[plain], tensors[plain]) for name, plain in names if plain in here}
         # The Follower's memory changes with the next read. load_state_dict() copies from it, but set_extra_state() may
@@ -698,6 +728,7 @@ class Follower:
         ```
         """
         self._read(f"state_dict of {self.buffer.name!r}", generation)
+        self.costs.copied_bytes += self._memory.nbytes
         return self._named(_copies(self._memory.tensors))
 
     def views(self, *, generation: int | None = None) -> dict[str, torch.Tensor]:
@@ -745,9 +776,12 @@ class Follower:
             pin = self._pin_nearest(held, ttl)
             self.generation = pin.version
             dtype = self.buffer.table.dtype
+            self.costs.count(0)
 
             def read(start: int, memory: Any) -> None:
-                pin.read(start // dtype.itemsize, memory.nbytes // dtype.itemsize, out=memory.view(dtype))
+                with self.costs.timed():
+                    pin.read(start // dtype.itemsize, memory.nbytes // dtype.itemsize, out=memory.view(dtype))
+                self.costs.bytes += memory.nbytes
 
             yield self._generation(pin.version, lambda name: self._memory.read_one(name, read))
 
@@ -769,12 +803,15 @@ class Follower:
     def _read(self, asked: str, wanted: int | None = None) -> None:
         if wanted is not None and (not isinstance(wanted, int) or wanted < 1):
             raise InvalidArgumentError(f"{asked}: generation must be a whole number from 1 on, not {wanted!r}")
-        if self._reader is not None:
-            generation = self._reader.read(asked, wanted)
-        else:
-            generation = self._nearest.read(self._memory.read, self.generation, wanted)
+        with self.costs.timed():
+            if self._reader is not None:
+                generation = self._reader.read(asked, wanted)
+            else:
+                generation = self._nearest.read(self._memory.read, self.generation, wanted)
         if generation == 0:
             raise _nothing_yet(asked)
+        self.costs.count(self.received_bytes)
+        _note_transports(self.costs, self._nearest if self._reader is None else self._reader)
         self.generation = generation
 
 
@@ -971,6 +1008,12 @@ def _check_same(asked: str, given: Mapping[str, Any], wanted: Mapping[str, Any])
         raise InvalidArgumentError(
             f"{asked}: these are not the published tensors ({len(differ)} differ): {'; '.join(differ[:3])}"
         )
+
+
+def _note_transports(costs: StateCosts, used: Buffer | Nearest | DeltaReader) -> None:
+    """Note the transports of what was just used: its paths are known, unless a server has gone meanwhile."""
+    with suppress(Error):
+        costs.transports = used.transports
 
 
 def _nothing_yet(asked: str) -> NotFoundError:

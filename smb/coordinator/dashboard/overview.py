@@ -452,6 +452,12 @@ def _member(view: Moment, seen: ClientReport, generation: int) -> Json:
         "generation": seen.report.generation,
         "behind": generation - seen.report.generation,
         "from": seen.report.source,
+        "times": seen.report.times,
+        "bytes": seen.report.bytes,
+        "copied": seen.report.copied_bytes,
+        "seconds": seen.report.busy_ms / 1000,
+        "age_s": seen.report.age_ms / 1000,
+        "transports": [name for name, bit in REPORTED.items() if seen.report.transports & bit],
         "silent_s": round(max(0.0, view.now.monotonic - seen.at), 1),
     }
 

@@ -1,48 +1,68 @@
-"""`smb explain TRAINING`: what the exchanges of each worker cost, and what may make them cheaper."""
+"""`smb explain NAME`: what a training's exchanges, or a published state, cost each process, and what may help."""
 
 from __future__ import annotations
 
+import contextlib
 import json
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from smb.config.printable import printable
+from smb.errors import NotFoundError
 from smb.tools.cli.connection import coordinator_at
 from smb.tools.cli.options import Coordinator, Json
 from smb.tools.cli.output import console, counted, print_json, table
 
+if TYPE_CHECKING:
+    from smb.rpc.coordinator_client import Coordinator as CoordinatorClient
+
 _CALL_S = 10.0
 _LATER: dict[str, Any] = {"transports": [], "placed": False, "bytes": 0, "copied": 0}
+_LATER_STATE: dict[str, Any] = {"times": 0, "bytes": 0, "copied": 0, "seconds": 0.0, "age_s": 0.0, "transports": []}
 
 
 def explain(
-    name: Annotated[str, typer.Argument(metavar="TRAINING", help="The training's name.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="A training or a published state.")],
     coordinator: Coordinator = None,
     as_json: Json = False,
 ) -> None:
-    """Explain what a training's exchanges cost, and what may help.
+    """Explain what a training's exchanges, or a published state, cost, and what may help.
 
-    Workers report every 2 s, by their own counters: the transport by which they reach the shared weights, whether their
-    parameters lie in one array (smb.torch.place), bytes that a contribution sends and receives, bytes that it copies in
-    the worker's process outside of calls ("-": none, or not counted), and the shares of the last half minute for which
-    they computed, exchanged and waited for others. In a script, print(shared.explain()) tells it by tensor.
+    Of a training: workers report every 2 s, by their own counters, the transport by which they reach the shared
+    weights, whether their parameters lie in one array (smb.torch.place), bytes that a contribution sends and receives,
+    bytes that it copies in the worker's process outside of calls ("-": none, or not counted), and the shares of the
+    last half minute for which they computed, exchanged and waited for others.
+
+    Of a published state: its publishers and readers report the transport, the mirror that they read from, generations,
+    and the bytes, copies and seconds of each.
+
+    In a script, print(shared.explain()), print(publisher.explain()) and print(follower.explain()) tell it by tensor.
 
     Example: smb explain digits
     """
+    with coordinator_at(coordinator) as cluster:
+        try:
+            found: dict[str, Any] = json.loads(cluster.overview(_CALL_S, training=name))
+        except NotFoundError:
+            found = _state(cluster, name)
+            _show_state(found, as_json)
+        else:
+            _show_training(found, as_json)
+
+
+def _show_training(found: dict[str, Any], as_json: bool) -> None:
     from smb.config.parse import format_bytes
 
-    with coordinator_at(coordinator) as cluster:
-        found: dict[str, Any] = json.loads(cluster.overview(_CALL_S, training=name))
     for worker in found["worker_list"]:  # an earlier release's coordinator does not say these
         worker |= {key: worker.get(key, least) for key, least in _LATER.items()}
     workers = [_costs(worker) for worker in found["worker_list"]]
     said = _advice(found["scheme"], found["worker_list"])
     if as_json:
-        print_json({"training": name, "scheme": found["scheme"], "workers": workers, "advice": said})
+        print_json({"training": found["name"], "scheme": found["scheme"], "workers": workers, "advice": said})
         return
     out = console()
-    out.print(f"training {printable(name)}: {found['scheme']}, {format_bytes(found['size'])}", soft_wrap=True)
+    out.print(f"training {printable(found['name'])}: {found['scheme']}, {format_bytes(found['size'])}", soft_wrap=True)
     if not workers:
         out.print("No worker reports now.")
         return
@@ -91,4 +111,90 @@ def _advice(scheme: str, workers: list[dict[str, Any]]) -> list[str]:
         time = worker["time"] or {"computing": 1.0, "waiting": 0.0}
         costs = Costs(tuple(worker["transports"]), None, 1 - time["computing"], time["waiting"], None)
         said |= dict.fromkeys(advice(costs, SCHEMES[scheme].TRAITS))
+    return list(said)
+
+
+def _state(cluster: CoordinatorClient, name: str) -> dict[str, Any]:
+    """Return what is known of a published state. Raises NotFoundError."""
+    found: dict[str, Any] | None = None
+    with contextlib.suppress(NotFoundError):
+        found = json.loads(cluster.overview(_CALL_S, buffer=name))
+    if found is None or found["versions"] < 2 or not found["tensors"]:
+        raise NotFoundError(
+            f'no training and no published state is named "{name}"; smb ls shows the buffers, smb top what is used now'
+        )
+    for client in (*found["publishers"], *found["readers"]):  # an earlier release's coordinator does not say these
+        client |= {key: client.get(key, least) for key, least in _LATER_STATE.items()}
+    return found
+
+
+def _show_state(found: dict[str, Any], as_json: bool) -> None:
+    from smb.config.parse import format_bytes
+
+    clients = [_use(client, "publishes") for client in found["publishers"]]
+    clients += [_use(client, "reads") for client in found["readers"]]
+    readers = len(found["readers"]) + found["readers_left_out"]
+    said = _state_advice(found, readers)
+    if as_json:
+        print_json({"state": found["name"], "generation": found["generation"], "clients": clients, "advice": said})
+        return
+    out = console()
+    tensors = counted(len(found["tensors"]) + found["tensors_left_out"], "tensor")
+    kept = f"{tensors}, {format_bytes(found['size'])}, {found['versions']} generations kept"
+    out.print(f"published state {printable(found['name'])}: {kept}", soft_wrap=True)
+    if not clients:
+        out.print("No publisher and no reader reports now.")
+        return
+    numbers = ("GENERATION", "TIMES", "BYTES OF EACH", "COPIES OF EACH", "SECONDS OF EACH")
+    rows = table("CLIENT", "DOES", "TRANSPORT", "FROM", *numbers, right=numbers)
+    for client in clients:
+        rows.add_row(
+            printable(client["client"]),
+            client["does"],
+            ", ".join(client["transports"]) or "-",
+            printable(client["from"]) or "-",
+            str(client["generation"]),
+            str(client["times"]),
+            format_bytes(client["bytes"]),
+            format_bytes(client["copied"]) if client["copied"] else "-",
+            f"{client['seconds']:.3g}" if client["times"] else "-",
+        )
+    out.print(rows)
+    if found["readers_left_out"]:
+        out.print(f"and {counted(found['readers_left_out'], 'reader')} more")
+    for each in said:
+        out.print(f"* {each}", soft_wrap=True)
+
+
+def _use(client: dict[str, Any], does: str) -> dict[str, Any]:
+    times = max(1, client["times"])
+    return {
+        "client": client["client"],
+        "does": does,
+        "transports": client["transports"],
+        "from": client["from"],
+        "generation": client["generation"],
+        "times": client["times"],
+        "bytes": client["bytes"] // times,
+        "copied": client["copied"] // times,
+        "seconds": client["seconds"] / times,
+    }
+
+
+def _state_advice(found: dict[str, Any], readers: int) -> list[str]:
+    """Return what may help any of the publishers and readers, each sentence once."""
+    from smb.state_costs import StateUse, advice
+
+    said: dict[str, None] = {}
+    for role in ("publishers", "readers"):
+        for client in found[role]:
+            use = StateUse(
+                publishes=role == "publishers",
+                transports=tuple(client["transports"]),
+                share=client["seconds"] / max(1e-9, client["age_s"]),
+                whole=client["bytes"] >= client["times"] * found["size"],
+                readers=readers,
+                mirrored=bool(client["from"]),
+            )
+            said |= dict.fromkeys(advice(use))
     return list(said)
