@@ -70,4 +70,4 @@ def advice(use: StateUse) -> Iterator[str]:
     if use.whole and use.transports != ("shm",):
         yield "each generation travels whole: deltas=16 sends what changed, if a step changes few bits (bfloat16)"
     if not use.publishes and not use.mirrored and use.readers >= _MANY and use.transports != ("shm",):
-        yield "many readers read from the state's own servers: smb relay NAME auto makes mirrors near them"
+        yield "many readers read from the state's own servers: smb relay NAME --auto makes mirrors near them"
