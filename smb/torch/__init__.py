@@ -4,10 +4,11 @@ Needs torch; `import smb` does not.
 """
 
 from smb.torch.explanation import Explanation
+from smb.torch.following import Follower, Generation, follow
 from smb.torch.joining import join
 from smb.torch.page_lock import mapped
 from smb.torch.placement import Placement, place
-from smb.torch.publish import Follower, Generation, Publisher, follow, publish
+from smb.torch.publish import Publisher, publish
 from smb.torch.shared_model import Shared, shared_state_dict
 
 __all__ = [
