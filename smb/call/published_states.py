@@ -50,28 +50,38 @@ class PublishedStates:
         return {key: state.last for key, state in self._furthest_behind().items()}
 
     def reports(self, most: int) -> list[pb.StateReport]:
-        """Return the reports to the coordinator, at most `most` of them."""
+        """Return the reports to the coordinator, at most `most` of them. Costs are those of all objects of this client
+        for a state and role.
+        """
+        costs: dict[tuple[str, str], list[StateCosts]] = {}
+        for state in self._living():
+            costs.setdefault((state.buffer.name, state.ROLE), []).append(state.costs)
         return [
             pb.StateReport(
                 name=name,
                 publishes=role == PUBLISHER,
                 generation=state.last,
                 source=state.source,
-                times=state.costs.times,
-                bytes=state.costs.bytes,
-                copied_bytes=state.costs.copied_bytes,
-                busy_ms=int(1000 * state.costs.seconds),
-                age_ms=int(1000 * state.costs.age),
-                transports=sum(REPORTED[each] for each in state.costs.transports),
+                times=sum(each.times for each in costs[name, role]),
+                bytes=sum(each.bytes for each in costs[name, role]),
+                copied_bytes=sum(each.copied_bytes or 0 for each in costs[name, role]),
+                busy_ms=int(1000 * sum(each.seconds for each in costs[name, role])),
+                age_ms=int(1000 * max(each.age for each in costs[name, role])),
+                transports=sum(
+                    REPORTED[each] for each in {way for each in costs[name, role] for way in each.transports}
+                ),
             )
             for (name, role), state in list(self._furthest_behind().items())[:most]
+            if (name, role) in costs
         ]
+
+    def _living(self) -> list[PublishedState]:
+        return [state for each in self._states if (state := each()) is not None]
 
     def _furthest_behind(self) -> dict[tuple[str, str], PublishedState]:
         found: dict[tuple[str, str], PublishedState] = {}
-        for each in self._states:
-            if (state := each()) is not None:
-                key = state.buffer.name, state.ROLE
-                if key not in found or state.last < found[key].last:
-                    found[key] = state
+        for state in self._living():
+            key = state.buffer.name, state.ROLE
+            if key not in found or state.last < found[key].last:
+                found[key] = state
         return found

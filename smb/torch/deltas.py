@@ -110,9 +110,10 @@ class DeltaWriter:
         """The generation that was published last."""
         return self._log.buffer.version
 
-    def take(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Copy a state, or a rank's shards of it."""
+    def take(self, tensors: Mapping[str, torch.Tensor]) -> int:
+        """Copy a state, or a rank's shards of it. Return the number of bytes."""
         self.take_pairs(tensors.items())
+        return self._memory.bytes_of(tensors)
 
     def take_pairs(self, pairs: Iterable[tuple[str, torch.Tensor]]) -> None:
         """As take, one tensor after the other. If the pairs fail, the next state is published whole."""

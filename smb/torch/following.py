@@ -20,7 +20,7 @@ from smb.torch.deltas import DeltaReader
 from smb.torch.model_tensors import plain_name, plain_state
 from smb.torch.published_state import State, about_of, check_same_tensors, generations_text, note_transports, state_row
 from smb.torch.state_bytes import Allocate, PartBytes, StateBytes
-from smb.torch.state_explanation import StateExplanation, state_explained
+from smb.torch.state_explanation import PublishedTensor, StateExplanation, state_explained
 from smb.torch.tensor_slices import TensorSlice, checked_slice, is_sharded, local_of, slice_of, whole
 from smb.torch.tensor_values import changing, is_expanded, is_extra_state, lasting
 from smb.train.group import METADATA
@@ -111,7 +111,11 @@ class Follower:
         print(follower.explain())
         ```
         """
-        return state_explained(self.buffer, self.ROLE, self.generation, self.costs, self.source)
+        tensors = (
+            PublishedTensor(name, tuple(each.shape), str(each.dtype).removeprefix("torch."), each.nbytes)
+            for name, each in self._memory.tensors.items()
+        )
+        return state_explained(self.buffer, self.ROLE, self.generation, self.costs, self.source, tensors)
 
     def _slices_of(self, asked: str, placements: Placements) -> dict[str, TensorSlice]:
         """Return the part of each stored tensor that is read. Raises InvalidArgumentError."""
@@ -236,8 +240,8 @@ class Follower:
             {name: tensor.shape for name, tensor in tensors.items()},
         )
         self._memory.hold(here.values())
+        began = self.costs.now()
         self._read(asked, generation)
-        self.costs.copied_bytes += self._memory.nbytes
         names = ((name, plain_name(model, name)) for name in model.state_dict())
         given = {name: _placed_as(here[plain], tensors[plain]) for name, plain in names if plain in here}
         # The Follower's memory changes with the next read. load_state_dict() copies from it, but set_extra_state() may
@@ -246,6 +250,7 @@ class Follower:
         with changing(here.values()):
             # Not strict, because names were checked, and entries may be missing that are not tensors or not published.
             model.load_state_dict(given, strict=False)
+        self._count(began, copied=self._memory.nbytes)
         return self.generation
 
     def state_dict(self, *, generation: int | None = None) -> dict[str, torch.Tensor]:
@@ -258,9 +263,11 @@ class Follower:
         state["0.bias"].shape  # torch.Size([10])
         ```
         """
+        began = self.costs.now()
         self._read(f"state_dict of {self.buffer.name!r}", generation)
-        self.costs.copied_bytes += self._memory.nbytes
-        return self._named(_copies(self._memory.tensors))
+        copies = _copies(self._memory.tensors)
+        self._count(began, copied=self._memory.nbytes)
+        return self._named(copies)
 
     def views(self, *, generation: int | None = None) -> dict[str, torch.Tensor]:
         """As state_dict(), without a copy: the tensors are this Follower's memory, and change with its next read.
@@ -270,7 +277,9 @@ class Follower:
         views["0.bias"].shape  # torch.Size([10])
         ```
         """
+        began = self.costs.now()
         self._read(f"views of {self.buffer.name!r}", generation)
+        self._count(began)
         return self._named()
 
     @property
@@ -298,21 +307,33 @@ class Follower:
         NotFoundError as load() does. A state published with deltas= is read as a whole first, and delays nobody.
         """
         if self._reader is not None:
+            began = self.costs.now()
             self._read(f"pin of {self.buffer.name!r}")
-            yield self._generation(self.generation, lambda name: _copies({name: self._memory.tensors[name]})[name])
+            self._count(began)
+
+            def copy(name: str) -> torch.Tensor:
+                began, tensor = self.costs.now(), self._memory.tensors[name]
+                copied = _copies({name: tensor})[name]
+                self.costs.count(0, tensor.nbytes, self.costs.now() - began, times=0)
+                return copied
+
+            yield self._generation(self.generation, copy)
             return
         if self.latest == 0:
             raise _nothing_yet(f"pin of {self.buffer.name!r}")
         with ExitStack() as held:
             pin = self._pin_nearest(held, ttl)
             self.generation = pin.version
-            dtype = self.buffer.table.dtype
-            self.costs.count(0)
+            dtype, times = self.buffer.table.dtype, 1  # a pin counts once something was read
 
             def read(start: int, memory: Any) -> None:
-                with self.costs.timed():
-                    pin.read(start // dtype.itemsize, memory.nbytes // dtype.itemsize, out=memory.view(dtype))
-                self.costs.bytes += memory.nbytes
+                nonlocal times
+                began = self.costs.now()
+                pin.read(start // dtype.itemsize, memory.nbytes // dtype.itemsize, out=memory.view(dtype))
+                self.costs.count(memory.nbytes, 0, self.costs.now() - began, times=times)
+                if times:
+                    note_transports(self.costs, self._nearest)
+                times = 0
 
             yield self._generation(pin.version, lambda name: self._memory.read_one(name, read))
 
@@ -334,16 +355,18 @@ class Follower:
     def _read(self, asked: str, wanted: int | None = None) -> None:
         if wanted is not None and (not isinstance(wanted, int) or wanted < 1):
             raise InvalidArgumentError(f"{asked}: generation must be a whole number from 1 on, not {wanted!r}")
-        with self.costs.timed():
-            if self._reader is not None:
-                generation = self._reader.read(asked, wanted)
-            else:
-                generation = self._nearest.read(self._memory.read, self.generation, wanted)
+        if self._reader is not None:
+            generation = self._reader.read(asked, wanted)
+        else:
+            generation = self._nearest.read(self._memory.read, self.generation, wanted)
         if generation == 0:
             raise _nothing_yet(asked)
-        self.costs.count(self.received_bytes)
-        note_transports(self.costs, self._nearest if self._reader is None else self._reader)
         self.generation = generation
+
+    def _count(self, began: float, *, copied: int = 0) -> None:
+        """Count a read that began then."""
+        self.costs.count(self.received_bytes, copied, self.costs.now() - began)
+        note_transports(self.costs, self._nearest if self._reader is None else self._reader)
 
 
 class Generation(Mapping[str, torch.Tensor]):

@@ -36,7 +36,7 @@ from smb.torch.published_state import State, about_of, check_same_tensors, gener
 from smb.torch.ranks import Ranks
 from smb.torch.shard_writer import ShardWriter, check_same, parts_of, ranks_of
 from smb.torch.state_bytes import StateBytes
-from smb.torch.state_explanation import StateExplanation, state_explained
+from smb.torch.state_explanation import PublishedTensor, StateExplanation, state_explained
 from smb.torch.tensor_slices import is_sharded, local_of
 from smb.torch.tensor_values import check_dense
 
@@ -72,9 +72,9 @@ class _WholeWriter:
         """The generation that was published last."""
         return self._buffer.version
 
-    def take(self, given: Mapping[str, torch.Tensor]) -> None:
-        """Copy a state for publish(). It was checked, and has stored tensors only."""
-        self._state.take(given)
+    def take(self, given: Mapping[str, torch.Tensor]) -> int:
+        """Copy a state for publish(). It was checked, and has stored tensors only. Return the number of bytes."""
+        return self._state.take(given)
 
     def take_pairs(self, pairs: Iterable[tuple[str, torch.Tensor]]) -> None:
         """As take, one tensor after the other."""
@@ -336,13 +336,19 @@ class Publisher:
         temporary file (in $TMPDIR) until its end, and sent then. The state that exists under that name, or a state or
         shapes given to the Publisher, make this unnecessary.
         """
+        began = self.costs.now()
         with self._turn:
             if state is None or isinstance(state, (torch.nn.Module, Mapping)):
-                self._take(state)
-                return self._publish(self._writer.publish, timeout)
+                copied = self._take(state)
+                return self._publish(self._writer.publish, timeout, copied, lambda: self.costs.now() - began)
             with self._known(state) as pairs:
                 writer = self._pair_writer()
-                return self._publish(lambda asked, wait: writer.publish_pairs(asked, pairs, wait), timeout)
+                return self._publish(
+                    lambda asked, wait: writer.publish_pairs(asked, pairs, wait),
+                    timeout,
+                    None,
+                    lambda: self.costs.now() - began,
+                )
 
     def publish_async(self, state: State | Pairs | None = None, *, timeout: float = _PATIENCE_S) -> Future[int]:
         """Publish in the background, and return a future. The state may change as soon as this returns.
@@ -357,14 +363,16 @@ class Publisher:
         future.result()  # 1: the generation
         ```
         """
+        began, copied = self.costs.now(), None
         self._turn.acquire()
         try:
             if state is None or isinstance(state, (torch.nn.Module, Mapping)):
-                self._take(state)
+                copied = self._take(state)
             else:
                 with self._known(state) as pairs:
                     self._pair_writer().take_pairs(pairs)
-            future = self.buffer.submit(lambda: self._publish(self._writer.publish, timeout))
+            stood = self.costs.now() - began
+            future = self.buffer.submit(lambda: self._publish(self._writer.publish, timeout, copied, lambda: stood))
         except BaseException:
             self._turn.release()
             raise
@@ -405,15 +413,23 @@ class Publisher:
         print(publisher.explain())
         ```
         """
-        return state_explained(self.buffer, self.ROLE, self._last, self.costs, self.source)
+        tensors = (
+            PublishedTensor(name, tuple(info.shape), info.dtype.name, info.nbytes)
+            for name, info in self.buffer.table.items()
+        )
+        return state_explained(self.buffer, self.ROLE, self._last, self.costs, self.source, tensors)
 
-    def _publish(self, publish: Callable[[str, float], int], timeout: float) -> int:
+    def _publish(
+        self, publish: Callable[[str, float], int], timeout: float, copied: int | None, stood: Callable[[], float]
+    ) -> int:
+        """Publish what was taken, of which `copied` bytes were copied. `stood` says for how many seconds the caller
+        stood still.
+        """
         sure, self._sure = self._sure, False
-        with self.costs.timed():
-            generation = publish(self._asked, timeout)
-        self.costs.count(self._writer.sent_bytes)
-        note_transports(self.costs, self.buffer)
+        generation = publish(self._asked, timeout)
         between, self._last, self._sure = generation - self._last - 1, generation, True
+        self.costs.count(self._writer.sent_bytes, copied, stood())
+        note_transports(self.costs, self.buffer)
         if sure and between and self._alone and (self._ranks is None or self._ranks.speaks):
             self._alone = False
             _log.warning(
@@ -426,7 +442,8 @@ class Publisher:
             )
         return generation
 
-    def _take(self, state: State | None) -> None:
+    def _take(self, state: State | None) -> int:
+        """Copy a state; return the number of bytes. With ranks a failure is raised by `_publish`, at all of them."""
         given = self._source if state is None else state
         if given is None:
             raise InvalidArgumentError(
@@ -442,14 +459,14 @@ class Publisher:
                 )
             self._make(self._selected(self._asked, given))
         try:
-            with self.costs.timed():
-                self._check_and_take(given)
+            return self._check_and_take(given)
         except Exception as error:
             if self._ranks is None or isinstance(self._writer, _WholeWriter):
                 raise
-            self._writer.fail(error)  # `publish` raises it at all ranks
+            self._writer.fail(error)
+            return 0
 
-    def _check_and_take(self, state: State) -> None:
+    def _check_and_take(self, state: State) -> int:
         asked = self._asked
         given = self._selected(asked, state)
         for name, first in self._tied.items():
@@ -466,8 +483,7 @@ class Publisher:
         )
         for name, tensor in given.items():
             check_dense(asked, name, tensor)
-        self._writer.take(given)
-        self.costs.copied_bytes += sum(local_of(tensor).nbytes for tensor in given.values())
+        return self._writer.take(given)
 
     def _kind(self, tensor: torch.Tensor) -> torch.dtype:
         return self._dtype if self._dtype is not None and tensor.is_floating_point() else tensor.dtype

@@ -51,13 +51,18 @@ class _Memory:
         if unlock is not None:
             weakref.finalize(self.bytes, unlock)
 
-    def take(self, given: Mapping[str, torch.Tensor]) -> None:
-        """Copy tensors of the state into this memory, as far as they lie in it."""
+    def bytes_of(self, names: Iterable[str]) -> int:
+        """Return the size of these tensors, as far as they lie in this memory."""
+        return sum(self.tensors[name].nbytes for name in names if name in self.tensors)
+
+    def take(self, given: Mapping[str, torch.Tensor]) -> int:
+        """Copy tensors of the state into this memory, as far as they lie in it. Return the number of bytes."""
         self.hold(given.values())
         with torch.no_grad():
             for name, tensor in given.items():
                 if name in self.tensors:
                     self.tensors[name].copy_(self._local(name, tensor))
+        return self.bytes_of(given)
 
     def host(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor's values, which `take` also accepts, in host memory as they lie in this memory. A tensor

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from smb.call.published_states import PUBLISHER, READER
 from smb.config.parse import format_bytes
 from smb.html_tables import described, listed
 from smb.published import has_deltas
@@ -33,8 +35,10 @@ class StateExplanation:
     - `generation`: published or read last. `times`: how many it has published, or read.
     - `transports`: those by which this process reaches the servers, or the mirror `source` ("" for the state itself).
     - `bytes`: sent, or received, by all of them. `copied_bytes`: copied between arrays of this process, outside of
-      calls.
-    - `seconds`: spent in them. `age`: seconds since the Publisher or Follower was made.
+      calls. None if the Publisher was given pairs, of which copies are not counted.
+    - `seconds`: for which their callers stood still; for publish_async() until it returned, for pairs with what the
+      iterable took. `age`: seconds since the Publisher or Follower was made.
+    - `tensors`: of a Follower with placements= the parts that it reads.
     - `advice`: sentences; empty if nothing is known to help.
     """
 
@@ -45,7 +49,7 @@ class StateExplanation:
     transports: tuple[str, ...]
     source: str
     bytes: int
-    copied_bytes: int
+    copied_bytes: int | None
     seconds: float
     age: float
     tensors: tuple[PublishedTensor, ...]
@@ -53,14 +57,18 @@ class StateExplanation:
 
     def _facts(self) -> dict[str, object]:
         times = max(1, self.times)
-        return {
+        copied = "not counted" if self.copied_bytes is None else format_bytes(self.copied_bytes // times)
+        facts: dict[str, object] = {
             "generation": f"{self.generation or 'none yet'}; {self.times} by this {self.role}",
             "transport": ", ".join(self.transports) or "none yet",
-            "from": self.source or "the state's own servers",
+        }
+        if self.role == READER:
+            facts["read from"] = self.source or "the state's own servers"
+        return facts | {
             "tensors": f"{format_bytes(sum(each.bytes for each in self.tensors))} in {len(self.tensors)}",
-            "bytes of each": format_bytes(self.bytes // times),
-            "copies of each": f"{format_bytes(self.copied_bytes // times)} in this process, outside of calls",
-            "time": f"{self.seconds / times:.3g} s each, {min(1.0, self.seconds / self.age):.0%} of {self.age:.0f} s",
+            "bytes per generation": format_bytes(self.bytes // times),
+            "copies per generation": f"{copied} in this process, outside of calls",
+            "stood still": f"{self.seconds / times:.3g} s per generation, {self.seconds / self.age:.0%} of {self.age:.1f} s",
         }
 
     def _rows(self) -> list[dict[str, object]]:
@@ -82,15 +90,12 @@ class StateExplanation:
         return described(f"{self.role} of {self.state}", self._facts()) + listed(self._rows(), "no tensors") + said
 
 
-def state_explained(buffer: Buffer, role: str, generation: int, costs: StateCosts, source: str) -> StateExplanation:
+def state_explained(
+    buffer: Buffer, role: str, generation: int, costs: StateCosts, source: str, tensors: Iterable[PublishedTensor]
+) -> StateExplanation:
     """Return what is known of a Publisher or Follower. Makes no call."""
     use = StateUse(
-        publishes=role == "publisher",
-        transports=costs.transports,
-        share=costs.seconds / costs.age,
-        whole=not has_deltas(buffer),
-        readers=1,
-        mirrored=bool(source),
+        buffer.name, role == PUBLISHER, costs.transports, costs.times, costs.seconds, costs.age, has_deltas(buffer)
     )
     return StateExplanation(
         state=buffer.name,
@@ -103,9 +108,6 @@ def state_explained(buffer: Buffer, role: str, generation: int, costs: StateCost
         copied_bytes=costs.copied_bytes,
         seconds=costs.seconds,
         age=costs.age,
-        tensors=tuple(
-            PublishedTensor(name, tuple(info.shape), info.dtype.name, info.nbytes)
-            for name, info in buffer.table.items()
-        ),
+        tensors=tuple(tensors),
         advice=tuple(advice(use)),
     )

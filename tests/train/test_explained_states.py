@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from typing import Any
@@ -13,6 +14,7 @@ from typer.testing import CliRunner
 
 import smb
 import smb.torch
+from smb.spi import session_of
 from smb.state_costs import StateCosts, StateUse, advice
 from smb.tools.cli.main import app
 from tests.conftest import Connect
@@ -47,6 +49,7 @@ def test_a_publisher_and_a_follower_say_what_they_cost(connect: Connect, deltas:
         assert read.bytes >= 3 * size
     assert sent.transports == publisher.buffer.transports
     assert 0 < sent.seconds < sent.age
+    assert 0 < read.seconds < read.age
     assert [(tensor.name, tensor.shape, tensor.bytes) for tensor in read.tensors] == [
         ("weight", (32, 64), 4 * 64 * 32),
         ("bias", (32,), 4 * 32),
@@ -56,16 +59,75 @@ def test_a_publisher_and_a_follower_say_what_they_cost(connect: Connect, deltas:
     assert "reader of policy" in read._repr_html_()
 
 
-def test_views_and_pins_copy_nothing(connect: Connect) -> None:
+def test_what_fails_costs_nothing(connect: Connect) -> None:
+    """The shares of what succeeded would be wrong."""
     client = connect()
-    smb.torch.publish(client, "policy", {"a": torch.ones(100), "b": torch.ones(50)})
+    publisher = smb.torch.Publisher(client, "policy", {"a": torch.ones(10)})
     follower = smb.torch.follow(client, "policy")
+    with pytest.raises(smb.NotFoundError):
+        follower.state_dict()
+    with pytest.raises(smb.InvalidArgumentError):
+        publisher.publish({"b": torch.ones(10)})
+    publisher.publish()
+    with pytest.raises(smb.InvalidArgumentError):
+        follower.load(nn.Linear(2, 2))
+    for found in (publisher.explain(), follower.explain()):
+        assert (found.times, found.copied_bytes) == ((1, 40) if found.role == "publisher" else (0, 0))
+        assert (found.seconds > 0) == (found.role == "publisher")
+
+
+def test_copies_are_those_of_the_published_form(connect: Connect) -> None:
+    publisher = smb.torch.Publisher(connect(), "half", {"a": torch.ones(100)}, dtype=torch.bfloat16)
+    publisher.publish_async().result(timeout=30)
+    assert publisher.explain().copied_bytes == 200
+
+
+def test_copies_of_pairs_are_not_counted(connect: Connect) -> None:
+    publisher = smb.torch.Publisher(connect(), "pairs", {"a": torch.ones(100)})
+    publisher.publish(iter([("a", torch.ones(100))]))
+    assert publisher.explain().copied_bytes is None
+    assert "copies per generation: not counted" in str(publisher.explain())
+
+
+def test_a_reader_of_parts_lists_the_parts(connect: Connect) -> None:
+    client = connect()
+    smb.torch.publish(client, "policy", {"a": torch.ones(100, 10)})
+    follower = smb.torch.follow(client, "policy", placements={"a": (slice(0, 20), slice(0, 10))})
     follower.views()
-    with follower.pin() as generation:
-        generation["b"]
     found = follower.explain()
-    assert (found.times, found.copied_bytes) == (2, 0)
-    assert found.bytes == follower.received_bytes + 200
+    assert [(tensor.shape, tensor.bytes) for tensor in found.tensors] == [((20, 10), 800)]
+    assert found.bytes == 800
+
+
+def test_several_readers_of_one_client_are_reported_together(connect: Connect) -> None:
+    client = connect()
+    smb.torch.publish(client, "policy", {"a": torch.ones(100)})
+    ahead, behind = (smb.torch.follow(client, "policy") for _ in range(2))
+    for _ in range(3):
+        ahead.views()
+    (report,) = [each for each in session_of(client).published.reports(16) if not each.publishes]
+    assert (report.generation, report.times) == (0, 3)
+    behind.views()
+    (report,) = [each for each in session_of(client).published.reports(16) if not each.publishes]
+    assert (report.generation, report.times, report.bytes) == (1, 4, ahead.explain().bytes + behind.explain().bytes)
+
+
+@pytest.mark.parametrize("deltas", [0, 4])
+def test_what_views_and_pins_copy(connect: Connect, deltas: int) -> None:
+    client = connect()
+    publisher = smb.torch.Publisher(client, "policy", {"a": torch.ones(100), "b": torch.ones(50)}, deltas=deltas)
+    publisher.publish()
+    follower = smb.torch.follow(client, "policy")
+    with follower.pin() as generation:
+        assert follower.explain().times == bool(deltas)  # a state with deltas is read as a whole at once
+        generation["b"]
+        generation["b"]
+    pinned = follower.explain()
+    assert (pinned.times, pinned.copied_bytes) == (1, 400 if deltas else 0)
+    assert pinned.bytes == (follower.received_bytes if deltas else 400)
+    assert pinned.transports == publisher.buffer.transports
+    follower.views()
+    assert follower.explain().copied_bytes == pinned.copied_bytes
 
 
 def test_a_publisher_that_has_no_buffer_yet_has_nothing_to_say(connect: Connect) -> None:
@@ -105,29 +167,39 @@ def test_what_is_neither_a_training_nor_a_state(cluster: smb.LocalCluster, conne
             told(cluster, name)
 
 
-def test_times_are_those_of_the_calls() -> None:
+def test_names_of_what_belongs_to_a_state_and_no_name(cluster: smb.LocalCluster, connect: Connect) -> None:
+    publisher = smb.torch.Publisher(connect(), "policy", {"a": torch.ones(10)}, deltas=4)
+    publisher.publish()
+    with pytest.raises(smb.NotFoundError, match="it belongs to policy: smb explain policy"):
+        told(cluster, "policy.log")
+    with pytest.raises(smb.InvalidArgumentError, match="name a training or a published state"):
+        told(cluster, "")
+
+
+def test_times_are_those_of_what_was_counted() -> None:
     at = [100.0]
     costs = StateCosts(lambda: at[0])
-    with costs.timed():
-        at[0] += 2
-    at[0] += 6
-    costs.count(10)
-    assert (costs.times, costs.bytes, costs.seconds, costs.age) == (1, 10, 2, 8)
+    at[0] += 8
+    costs.count(10, 4, 2.0)
+    assert (costs.times, costs.bytes, costs.copied_bytes, costs.seconds, costs.age) == (1, 10, 4, 2.0, 8.0)
+    costs.count(10, None, 1.0)
+    costs.count(10, 4, 1.0)
+    assert costs.copied_bytes is None
 
 
 def test_advice_follows_from_the_counters() -> None:
-    """Nothing is said of what costs little, or of what is done already."""
+    """Nothing is said of what costs little, of what is done already, or while little is known."""
+    busy = StateUse("policy", True, ("tcp",), times=10, seconds=50.0, age=100.0, deltas=False)
 
-    def said(
-        publishes: bool, *, share: float = 0.5, whole: bool = True, readers: int = 1, via: str = "tcp"
-    ) -> list[str]:
-        return [each.split(":")[0] for each in advice(StateUse(publishes, (via,), share, whole, readers))]
+    def said(**other: Any) -> list[str]:
+        return [each.split(":")[0] for each in advice(dataclasses.replace(busy, **other))]
 
-    background, less = "publishing takes much of the publisher's time", "each generation travels whole"
-    assert said(True) == [background, less]
-    assert said(True, share=0.1) == []
-    assert said(True, via="shm") == [background]
-    assert said(True, whole=False) == [background]
-    assert said(False, readers=3) == [less]
-    assert said(False, readers=4) == [less, "many readers read from the state's own servers"]
-    assert list(advice(StateUse(False, ("tcp",), 0.5, False, 4, mirrored=True))) == []
+    background, less = "the publisher stands still while it publishes", "each generation travels whole"
+    many = "many readers read from the state's own servers"
+    assert said() == [background, less]
+    assert said(seconds=10.0) == said(times=2) == said(age=9.0, seconds=5.0) == []
+    assert said(transports=("shm",)) == said(transports=()) == said(deltas=True) == [background]
+    assert said(publishes=False, direct_readers=3) == [less]
+    assert said(publishes=False, direct_readers=4) == [less, many]
+    assert said(publishes=False, direct_readers=4, mirrored=True, deltas=True) == []
+    assert "smb relay policy --auto" in list(advice(dataclasses.replace(busy, publishes=False, direct_readers=4)))[1]

@@ -37,6 +37,7 @@ from smb.coordinator.dashboard.states import ClientReport
 from smb.coordinator.dashboard.trainings import Rounds, WorkerSeen
 from smb.coordinator.events import Instant
 from smb.coordinator.mirrors import Mirrors
+from smb.coordinator.published import published_as
 from smb.coordinator.records import BufferRecord, Kind, ServerRecord
 from smb.coordinator.state import State
 from smb.errors import NotFoundError
@@ -157,9 +158,14 @@ def buffer_detail(view: Moment, name: str) -> Json:
         "epoch": record.epoch,
         "segment_list": segments,
         **tensors_of(record),
+        "published": _published(record) if name in view.states else None,
         **_who(view, record),
         "waits": [wait for wait in _waits(view) if wait["kind"] == "buffer" and wait["name"] == name],
     }
+
+
+def _published(record: BufferRecord) -> Json:
+    return {"deltas": bool((published_as(record.metadata) or {}).get("deltas"))}
 
 
 def training_detail(view: Moment, name: str, past: Rounds) -> Json:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from smb.config.printable import printable
-from smb.errors import NotFoundError
+from smb.errors import InvalidArgumentError, NotFoundError
+from smb.published import MIRROR, state_of
 from smb.tools.cli.connection import coordinator_at
 from smb.tools.cli.options import Coordinator, Json
 from smb.tools.cli.output import console, counted, print_json, table
@@ -34,13 +35,16 @@ def explain(
     bytes that it copies in the worker's process outside of calls ("-": none, or not counted), and the shares of the
     last half minute for which they computed, exchanged and waited for others.
 
-    Of a published state: its publishers and readers report the transport, the mirror that they read from, generations,
-    and the bytes, copies and seconds of each.
+    Of a published state: its publishers and readers report the transport, the mirror that they read from, and how many
+    generations they have published or read; of each the bytes, the copies, and the seconds for which the process stood
+    still, and the share of its time that this makes. "-" says that a client does not report or count it.
 
-    In a script, print(shared.explain()), print(publisher.explain()) and print(follower.explain()) tell it by tensor.
+    In a script, print(shared.explain()), print(publisher.explain()) and print(follower.explain()) tell more.
 
     Example: smb explain digits
     """
+    if not name:
+        raise InvalidArgumentError("smb explain: name a training or a published state; smb ls shows the buffers")
     with coordinator_at(coordinator) as cluster:
         try:
             found: dict[str, Any] = json.loads(cluster.overview(_CALL_S, training=name))
@@ -116,14 +120,15 @@ def _advice(scheme: str, workers: list[dict[str, Any]]) -> list[str]:
 
 def _state(cluster: CoordinatorClient, name: str) -> dict[str, Any]:
     """Return what is known of a published state. Raises NotFoundError."""
-    found: dict[str, Any] | None = None
+    found: dict[str, Any] = {}
     with contextlib.suppress(NotFoundError):
         found = json.loads(cluster.overview(_CALL_S, buffer=name))
-    if found is None or found["versions"] < 2 or not found["tensors"]:
-        raise NotFoundError(
-            f'no training and no published state is named "{name}"; smb ls shows the buffers, smb top what is used now'
-        )
-    for client in (*found["publishers"], *found["readers"]):  # an earlier release's coordinator does not say these
+    # An earlier release's coordinator does not say what is a published state.
+    if not found or found.get("published", found["versions"] > 1 and found["tensors"]) in (None, False, []):
+        source = state_of(name) or name.partition(MIRROR)[0]
+        also = f"; it belongs to {source}: smb explain {source}" if found and source != name else ""
+        raise NotFoundError(f'no training and no published state is named "{name}"{also}')
+    for client in (*found["publishers"], *found["readers"]):
         client |= {key: client.get(key, least) for key, least in _LATER_STATE.items()}
     return found
 
@@ -133,8 +138,7 @@ def _show_state(found: dict[str, Any], as_json: bool) -> None:
 
     clients = [_use(client, "publishes") for client in found["publishers"]]
     clients += [_use(client, "reads") for client in found["readers"]]
-    readers = len(found["readers"]) + found["readers_left_out"]
-    said = _state_advice(found, readers)
+    said = _state_advice(found)
     if as_json:
         print_json({"state": found["name"], "generation": found["generation"], "clients": clients, "advice": said})
         return
@@ -145,19 +149,21 @@ def _show_state(found: dict[str, Any], as_json: bool) -> None:
     if not clients:
         out.print("No publisher and no reader reports now.")
         return
-    numbers = ("GENERATION", "TIMES", "BYTES OF EACH", "COPIES OF EACH", "SECONDS OF EACH")
+    numbers = ("GENERATION", "TIMES", "BYTES OF EACH", "COPIES OF EACH", "SECONDS OF EACH", "STOOD STILL")
     rows = table("CLIENT", "DOES", "TRANSPORT", "FROM", *numbers, right=numbers)
     for client in clients:
+        costs = ["-"] * 5
+        if client["times"]:
+            copied = format_bytes(client["copied"]) if client["copied"] else "-"
+            each = f"{client['seconds']:.3g}"
+            costs = [str(client["times"]), format_bytes(client["bytes"]), copied, each, f"{client['share']:.0%}"]
         rows.add_row(
             printable(client["client"]),
             client["does"],
             ", ".join(client["transports"]) or "-",
             printable(client["from"]) or "-",
             str(client["generation"]),
-            str(client["times"]),
-            format_bytes(client["bytes"]),
-            format_bytes(client["copied"]) if client["copied"] else "-",
-            f"{client['seconds']:.3g}" if client["times"] else "-",
+            *costs,
         )
     out.print(rows)
     if found["readers_left_out"]:
@@ -167,34 +173,42 @@ def _show_state(found: dict[str, Any], as_json: bool) -> None:
 
 
 def _use(client: dict[str, Any], does: str) -> dict[str, Any]:
-    times = max(1, client["times"])
+    """Return a row. A client that reports no costs (of an earlier release, or without a read of its own) has None."""
+    times = client["times"]
     return {
         "client": client["client"],
         "does": does,
         "transports": client["transports"],
         "from": client["from"],
         "generation": client["generation"],
-        "times": client["times"],
-        "bytes": client["bytes"] // times,
-        "copied": client["copied"] // times,
-        "seconds": client["seconds"] / times,
+        "times": times or None,
+        "bytes": client["bytes"] // times if times else None,
+        "copied": client["copied"] // times if times else None,
+        "seconds": client["seconds"] / times if times else None,
+        "share": client["seconds"] / max(1e-9, client["age_s"]) if times else None,
     }
 
 
-def _state_advice(found: dict[str, Any], readers: int) -> list[str]:
+def _state_advice(found: dict[str, Any]) -> list[str]:
     """Return what may help any of the publishers and readers, each sentence once."""
     from smb.state_costs import StateUse, advice
 
+    published = found.get("published")
+    if published is None:  # an earlier release's coordinator: it is not known how generations travel
+        return []
     said: dict[str, None] = {}
     for role in ("publishers", "readers"):
         for client in found[role]:
             use = StateUse(
+                found["name"],
                 publishes=role == "publishers",
                 transports=tuple(client["transports"]),
-                share=client["seconds"] / max(1e-9, client["age_s"]),
-                whole=client["bytes"] >= client["times"] * found["size"],
-                readers=readers,
-                mirrored=bool(client["from"]),
+                times=client["times"],
+                seconds=client["seconds"],
+                age=client["age_s"],
+                deltas=published["deltas"],
+                direct_readers=found["readers_left_out"] + sum(not reader["from"] for reader in found["readers"]),
+                mirrored=bool(found["mirrors"]),
             )
             said |= dict.fromkeys(advice(use))
     return list(said)
