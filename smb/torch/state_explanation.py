@@ -58,6 +58,7 @@ class StateExplanation:
     def _facts(self) -> dict[str, object]:
         times = max(1, self.times)
         copied = "not counted" if self.copied_bytes is None else format_bytes(self.copied_bytes // times)
+        each, share = self.seconds / times, self.seconds / self.age
         facts: dict[str, object] = {
             "generation": f"{self.generation or 'none yet'}; {self.times} by this {self.role}",
             "transport": ", ".join(self.transports) or "none yet",
@@ -68,7 +69,7 @@ class StateExplanation:
             "tensors": f"{format_bytes(sum(each.bytes for each in self.tensors))} in {len(self.tensors)}",
             "bytes per generation": format_bytes(self.bytes // times),
             "copies per generation": f"{copied} in this process, outside of calls",
-            "stood still": f"{self.seconds / times:.3g} s per generation, {self.seconds / self.age:.0%} of {self.age:.1f} s",
+            "stood still": f"{each:.3g} s per generation, {share:.0%} of {self.age:.1f} s",
         }
 
     def _rows(self) -> list[dict[str, object]]:
