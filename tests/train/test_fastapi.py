@@ -35,7 +35,7 @@ def served(cluster: smb.LocalCluster, kept_port: int, tmp_path: Path) -> Iterato
     for package in ("fastapi", "uvicorn"):
         pytest.importorskip(package)
     log = tmp_path / "log"
-    command = [sys.executable, "-m", "uvicorn", "examples.fastapi_serve:app", "--port", str(kept_port)]
+    command = [sys.executable, "-m", "uvicorn", "--app-dir", "examples", "fastapi_serve:app", "--port", str(kept_port)]
     with log.open("wb") as to:
         process = subprocess.Popen(
             command, cwd=ROOT, stdout=to, stderr=to, env=os.environ | {"SMB_COORDINATOR": cluster.address}
