@@ -163,13 +163,7 @@ class Lock:
         try:
             reply = self._home.ask_lock(asked, self._which, words, self._timeout)
             if isinstance(reply, Obstacle):
-                held = f"{reply.client} holds it" if reply.client else "another client holds it, or waited for longer"
-                late = DeadlineError(
-                    f"{asked}: not acquired within {self._timeout or 0:g} s: {held}; nothing was done; pass a longer "
-                    f"timeout=, or end that client: its lock is free ttl seconds later"
-                )
-                late.holder = reply.client or "another client"
-                raise late
+                raise self._late_error(asked, reply.client)  # no variable here: it and the error would keep each other
             self._lost, self._holding = False, (reply.a, reply.b if self.shared else 0)
             self._expires = time.monotonic() + self._ttl_ms / 1000
             if self._others:  # do this before anything is changed under the lock: servers must refuse lower tokens
@@ -312,11 +306,26 @@ class Lock:
         if self._holding == holding:
             self.lose(holding[0])
 
+    def lapse(self) -> None:
+        """Renew the holding no more; the server frees it when its lease has ended. Makes no call and takes no lock of
+        threads, so a finalizer may call it.
+        """
+        self._holding, self._released = NO_HOLDING, True
+
     def lose(self, token: int) -> None:
         """Note that the coordinator or a server has reported the token as lost, and with it all who share it."""
         if self._holding[0] == token and not self._lost:
             self._lost = True
             self._renewals.lost += 1
+
+    def _late_error(self, asked: str, holder: str) -> DeadlineError:
+        held = f"{holder} holds it" if holder else "another client holds it, or waited for longer"
+        late = DeadlineError(
+            f"{asked}: not acquired within {self._timeout or 0:g} s: {held}; nothing was done; pass a longer timeout=, "
+            f"or end that client: its lock is free ttl seconds later"
+        )
+        late.holder = holder or "another client"
+        return late
 
     def _lost_error(self, call: str) -> LockLostError:
         return LockLostError(

@@ -299,7 +299,8 @@ def _collected(reports: dict[object, Callable[[], pb.TrainingReport]]) -> dict[o
 
     The last report of a training that was left stays in `reports` until it was sent.
     """
-    said = [(key, report()) for key, report in list(reports.items())]
+    # A copy is made in one piece: a garbage collection, in this thread, too, may add or take away a report.
+    said = [(key, report()) for key, report in reports.copy().items()]
     said.sort(key=lambda each: not each[1].left)
     return dict(said[:_REPORTS_MAX])
 

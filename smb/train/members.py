@@ -168,6 +168,10 @@ class Member:
         except (LockLostError, InvalidArgumentError):
             _log.debug("the lock of member %d was lost before it left", self.slot)
 
+    def lapse(self) -> None:
+        """Let the lease end. Makes no call and takes no lock of threads, so a finalizer may call it."""
+        self._lock.lapse()
+
 
 def lock_name(group: str, slot: int) -> str:
     """Return the name of the lock that the holder of a slot holds."""

@@ -226,17 +226,21 @@ def _leave_unheld(group: Group, report: _Report, pid: int) -> None:
     """Leave the training of a worker that nobody holds any more, in a thread: a garbage collection may come at any
     time, and its thread may hold any lock. A child of fork has no part in its parent's memberships.
     """
-    if session_of(group.client).closed or os.getpid() != pid:
+    session = session_of(group.client)
+    if session.closed or os.getpid() != pid:
         return
-    thread = threading.Thread(target=_leave_for_good, args=(group, report), name="smb-leave", daemon=True)
-    with contextlib.suppress(RuntimeError):  # no thread can be started: the member's lease ends, then
+    session.reports.pop(group, None)
+    _report_last(group, report)
+    thread = threading.Thread(target=_leave_for_good, args=(group,), name="smb-leave", daemon=True)
+    try:
         thread.start()
         _leaving.add(thread)
+    except RuntimeError:  # no thread can be started: the others go on once the leases have ended
+        for each in filter(None, (group.nested, group)):
+            each.member.lapse()
 
 
-def _leave_for_good(group: Group, report: _Report) -> None:
-    session_of(group.client).reports.pop(group, None)
-    _report_last(group, report)
+def _leave_for_good(group: Group) -> None:
     try:
         for each in filter(None, (group.nested, group)):
             each.leave()

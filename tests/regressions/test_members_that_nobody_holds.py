@@ -4,8 +4,11 @@ waited for the member that the first run had made and nobody could step or close
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
+import threading
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,6 +20,7 @@ from torch import nn
 import smb
 import smb.torch
 import smb.train
+from smb.spi import session_of
 from tests.conftest import Connect
 from tests.support.daemons import wait_for
 
@@ -60,8 +64,14 @@ def cell(connect: Connect) -> dict[str, Any]:
 @pytest.mark.parametrize("before", [0, 3])
 @pytest.mark.parametrize(
     "options",
-    [{"scheme": "localsgd", "every": 2}, {"scheme": "bsp", "overlap": "forward"}],
-    ids=["localsgd", "overlap"],
+    [
+        {"scheme": "localsgd", "every": 2},
+        {"scheme": "bsp", "overlap": "forward"},
+        {"scheme": "diloco", "every": 2},
+        {"scheme": "asyncdiloco", "every": 2},
+        {"scheme": "r2sp"},
+    ],
+    ids=["localsgd", "overlap", "diloco", "asyncdiloco", "r2sp"],
 )
 def test_a_cell_that_is_run_again(cell: dict[str, Any], connect: Connect, options: dict[str, Any], before: int) -> None:
     """Whether or not its first run has stepped: the second one trains, and waits for nobody."""
@@ -171,3 +181,46 @@ def test_a_worker_that_nobody_holds(connect: Connect) -> None:
     kept.step(1)
     wait_for(lambda: members(client) == 1, "that the dropped worker has left")
     kept.close()
+
+
+@pytest.mark.parametrize("scheme", [smb.train.BSP(), smb.train.SEASGD(), smb.train.HSGD()], ids=lambda each: each.NAME)
+def test_a_member_whose_leaving_thread_cannot_start(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch, scheme: smb.train.Scheme
+) -> None:
+    """Its lease ends, so another one goes on then, and it is not reported any more."""
+    start = threading.Thread.start
+    refused: list[str] = []
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == "smb-leave":
+            refused.append(thread.name)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    client = connect()
+    kept = smb.train.join(client, "run", np.zeros(4, np.float32), scheme, lease=1.0)
+    dropped = smb.train.join(client, "run", np.zeros(4, np.float32))
+    del dropped
+    assert refused == ["smb-leave"]
+    kept.step(1)
+    wait_for(lambda: members(client) == 1, "that the dropped worker's lease has ended")
+    wait_for(lambda: list(session_of(client).reports) == [kept.group], "that the last report was sent")
+    kept.close()
+
+
+def test_a_lock_that_was_not_acquired_keeps_nothing(connect: Connect) -> None:
+    """The error and the frame that raised it do not refer to each other, nor to the callers' variables."""
+    holder, client = connect(), connect()
+
+    class Kept:
+        pass
+
+    def fail() -> weakref.ref[Kept]:
+        kept = Kept()
+        with contextlib.suppress(TimeoutError):
+            client.lock("taken", timeout=0).acquire()
+        return weakref.ref(kept)
+
+    with holder.lock("taken"):
+        assert fail()() is None
