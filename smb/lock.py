@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from types import TracebackType
+from typing import NoReturn
 
 from smb.call.lock_renewals import NO_HOLDING, Holding, Renewals
 from smb.call.sync_requests import (
@@ -23,6 +24,7 @@ from smb.call.sync_requests import (
     wait_ms,
 )
 from smb.config import cancellation
+from smb.config.pickling import refuse_pickle
 from smb.engine import AskOpcode, PendingRequest
 from smb.errors import (
     DeadlineError,
@@ -110,6 +112,9 @@ class Lock:
         token = self._holding[0]
         state = "lost" if self._lost else f"{held}, token {token}" if token else "not held"
         return f"<smb.Lock {self._home.what}, {state}>"
+
+    def __reduce__(self) -> NoReturn:
+        refuse_pickle(repr(self), "take the lock of a client or buffer of its own")
 
     @property
     def token(self) -> int:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeAlias
 
 import torch
 
 from smb.call.published_states import READER
 from smb.config.cancellation import to_thread
+from smb.config.pickling import refuse_pickle
 from smb.errors import Error, InvalidArgumentError, NotFoundError
 from smb.html_tables import described
 from smb.pins import Pin
 from smb.relay.reader_source import Nearest
-from smb.spi import session_of, versions_of
+from smb.spi import opened_by, session_of, versions_of
 from smb.state_costs import StateCosts
 from smb.torch.deltas import DeltaReader
 from smb.torch.model_tensors import plain_name, plain_state
@@ -88,6 +89,10 @@ class Follower:
 
     def __repr__(self) -> str:
         return f"<smb.torch.Follower of {self.buffer.name!r}, {generations_text(self.generation)}>"
+
+    def __reduce__(self) -> NoReturn:
+        address = opened_by(self.buffer).coordinator.address
+        refuse_pickle(repr(self), f"call smb.torch.follow(smb.connect({address!r}), {self.buffer.name!r})")
 
     def _repr_html_(self) -> str:
         rows = {"name": self.buffer.name, "generation": self.generation or "none yet", **state_row(self.buffer)}

@@ -16,12 +16,13 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeAlias
 
 import torch
 
 import smb
 from smb.call.published_states import PUBLISHER
+from smb.config.pickling import refuse_pickle
 from smb.engine import memory_at
 from smb.errors import AlreadyExistsError, Error, InvalidArgumentError, NotFoundError
 from smb.html_tables import described
@@ -199,6 +200,10 @@ class Publisher:
 
     def __repr__(self) -> str:
         return f"<smb.torch.Publisher of {self._name!r}, {generations_text(self._last)}>"
+
+    def __reduce__(self) -> NoReturn:
+        address = self._client.address
+        refuse_pickle(repr(self), f"call smb.torch.Publisher(smb.connect({address!r}), {self._name!r}, ...)")
 
     def _repr_html_(self) -> str:
         rows: dict[str, object] = {"name": self._name, "generation": self._last or "none yet"}

@@ -35,13 +35,14 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import torch
 
 import smb
 import smb.train
 from smb.config.log import TRAINING
+from smb.config.pickling import refuse_pickle
 from smb.errors import Error, InvalidArgumentError, NotFoundError
 from smb.html_tables import described
 from smb.spi import session_of
@@ -424,6 +425,9 @@ class Shared:
             f"{self.scheme}, {self.worker.contributions} contributions"
             f"{'' if self._open else ', closed'}>"
         )
+
+    def __reduce__(self) -> NoReturn:
+        refuse_pickle(repr(self), f"call smb.torch.join with training {self._name!r}")
 
     def _count(self) -> int:
         """Return the number of trained values, without the gaps between tensors in the shared vector."""

@@ -6,12 +6,13 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
 from smb.buffer import Buffer
 from smb.client import Client
+from smb.config.pickling import refuse_pickle
 from smb.errors import AlreadyExistsError
 from smb.train import member_table as t
 from smb.train.attempts import until_joined
@@ -331,6 +332,9 @@ class Worker:
             self.close()
         else:
             self.abandon()
+
+    def __reduce__(self) -> NoReturn:
+        refuse_pickle(repr(self), f"call smb.train.join with training {self.name!r}")
 
     def __repr__(self) -> str:
         member = self.group.member

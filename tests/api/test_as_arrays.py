@@ -123,6 +123,7 @@ def test_pickle_and_copy_say_what_to_do(buffer: smb.Buffer, connect: Connect, cl
         (buffer, rf"smb\.connect\({cluster.address!r}\)\.open\('cube'\)"),
         (client, rf"smb\.connect\({cluster.address!r}\)"),
         (cluster, rf"smb\.connect\({cluster.address!r}\)"),
+        (client.lock("turn"), r"take the lock of a client or buffer of its own"),
     ):
         for refused in (pickle.dumps, copy.deepcopy, copy.copy):
             with pytest.raises(TypeError, match=f"belongs to this process.*{instead}"):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import pickle
+import re
 import signal
 import threading
 import time
@@ -257,6 +260,26 @@ def test_a_trainer_that_is_killed_comes_back(cluster: smb.LocalCluster, connect:
     assert not failures
     follower = smb.torch.follow(client, "w")
     assert value_of(follower.state_dict()) == follower.generation >= last
+
+
+def test_pickles_of_publishers_followers_and_trainings_say_what_to_do(connect: Connect) -> None:
+    """As those of clients and buffers; the model that was joined may be copied."""
+    client, model = connect(), torch.nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    publisher = smb.torch.Publisher(client, "policy", model)
+    follower = smb.torch.follow(client, "policy")
+    with smb.torch.join(model, optimizer, "run", scheme="asp", client=client) as shared:
+        for thing, instead in (
+            (publisher, "call smb.torch.Publisher(smb.connect("),
+            (follower, f"call smb.torch.follow(smb.connect({client.address!r}), 'policy')"),
+            (shared, "call smb.torch.join with training 'run'"),
+            (shared.worker, "call smb.train.join with training 'run'"),
+        ):
+            for refused in (pickle.dumps, copy.deepcopy, copy.copy):
+                with pytest.raises(TypeError, match=f"belongs to this process.*{re.escape(instead)}"):
+                    refused(thing)
+        copied = pickle.loads(pickle.dumps(copy.deepcopy(model)))
+        assert torch.equal(copied.weight, model.weight)
 
 
 def test_notebooks_show_publishers_followers_and_trainings(connect: Connect) -> None:
