@@ -40,6 +40,7 @@ from smb.errors import InvalidArgumentError
 from smb.train import member_table as t
 from smb.train.exchange.mover import mover_of
 from smb.train.guards import RefusedContributionError
+from smb.train.long_waits import LongWait
 from smb.train.parameters import Parameters
 from smb.train.scheme import Exchange, Scheme, is_whole
 from smb.train.traits import FUSED, Traits
@@ -119,6 +120,7 @@ class StaleSynchronous(Exchange):
         self._bound = bound
         self._mover = mover_of(group, parameters, FUSED)
         self._clock = group.member.clock
+        self._long = LongWait(f"training {group.name!r}", group.table, group.lease)
         self._lag = 0  # at the last read
         # Contributions, including ours, at the beginning of the read on which the next contribution builds.
         self._arrived = 0
@@ -168,7 +170,10 @@ class StaleSynchronous(Exchange):
         if behind > bound:
             while (behind := lag(self._clock, others)) > bound:
                 if not group.wait():
-                    group.reap(slot for slot, clock in others.items() if clock < self._clock - bound)
+                    slow = [slot for slot, clock in others.items() if clock < self._clock - bound]
+                    dead = group.reap(slow)
+                    alive = [slot for slot in slow if slot not in dead]
+                    self._long.tell(group.table.read(), alive, self._clock, f"more than {bound} steps behind it")
                 group.member.check()
                 others = self._others()
             if refused is None:

@@ -27,6 +27,7 @@ from smb.train import member_table as t
 from smb.train import members
 from smb.train.group import deleting, wake
 from smb.train.join_locks import keeping
+from smb.train.long_waits import LongWait
 from smb.train.members import Member, MembershipLostError
 
 if TYPE_CHECKING:
@@ -395,6 +396,7 @@ class WorkUnits:
         return bool((self._words.read(1) >> _HALF >= self._end).all())
 
     def _wait_for_last(self, member: Member) -> Unit | None:
+        long = LongWait(f"work units {self._name!r}", self._table, self._lease)
         while True:
             left = self._sweep(member, self._end)
             if left is not None or self._all_done():
@@ -403,6 +405,10 @@ class WorkUnits:
                 self._seen = self._tick.wait(self._seen + 1, timeout=max(0.05, self._lease / 4))
             except DeadlineError:
                 member = self._here()
+                words, rows = self._words.read(1), self._table.read()
+                owners = words[words >> _HALF < self._end] & _LOW
+                slots = [slot for slot in members.live(rows) if rows[1 + slot, t.INCARNATION] in owners]
+                long.tell(rows, slots, self._end, "with units that are not done")
 
 
 def _members(client: Client, name: str, worker: Worker | None, replicas: int) -> Buffer:

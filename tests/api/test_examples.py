@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import difflib
 import importlib
 import os
@@ -278,6 +279,26 @@ def test_every_example_is_in_the_list_of_examples() -> None:
     """The table in README.md names each file."""
     text = (EXAMPLES / "README.md").read_text()
     assert [file.name for file in EXAMPLES.glob("*.py") if f"({file.name})" not in text] == []
+
+
+def test_the_extra_has_what_the_examples_import() -> None:
+    """`pip install PACKAGE[examples]`, as README.md says, suffices for each example whose row does not name more."""
+    project = (EXAMPLES.parent / "pyproject.toml").read_text()
+    assert re.search(r'^examples = \["torch>=[\d.]+", "scikit-learn>=[\d.]+,<2"\]', project, re.M)
+    brought = {"smb", "numpy", "torch", "sklearn", "fsspec"} | {
+        file.stem for file in EXAMPLES.glob("*.py")
+    }  # torch: fsspec
+    rows = (EXAMPLES / "README.md").read_text().splitlines()
+    for file in EXAMPLES.glob("*.py"):
+        found: set[str] = set()
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Import):
+                found |= {alias.name.split(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                found.add(str(node.module).split(".")[0])
+        more = found - brought - sys.stdlib_module_names
+        (row,) = (row for row in rows if row.startswith("|") and f"({file.name})" in row.split("|")[1])
+        assert not more or "needs" in row, (file.name, more)
 
 
 def test_the_ten_lines_of_the_readme_run(tmp_path: Path) -> None:

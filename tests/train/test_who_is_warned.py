@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import re
 import threading
 from typing import Any
@@ -200,3 +201,45 @@ def test_a_joiner_waits_for_a_slot(connect: Connect, caplog: pytest.LogCaptureFi
     assert joined[0].status.slot == 7
     for worker in (*workers, *joined):
         worker.close()
+
+
+@pytest.mark.parametrize("scheme", [smb.train.SSP(staleness=0), smb.train.R2SP()], ids=lambda each: each.NAME)
+def test_who_waits_for_a_step_or_a_turn_says_for_whom(
+    connect: Connect, caplog: pytest.LogCaptureFixture, scheme: smb.train.Scheme
+) -> None:
+    """Once, after a lease, and that the other worker is in the same process."""
+    first, second = (smb.train.join(connect(), "run", np.zeros(4, np.float32), scheme, lease=1.0) for _ in range(2))
+
+    def train() -> None:  # the second step at the latest waits for the other worker
+        first.step(1)
+        first.step(1)
+
+    waiting = threading.Thread(target=train)
+    with caplog.at_level(logging.WARNING, "smb.train"):
+        waiting.start()
+        wait_for(lambda: "has waited for" in caplog.text, "warning")
+    second.step(1)
+    second.step(1)
+    waiting.join(60)
+    assert not waiting.is_alive()
+    said = [record.getMessage() for record in caplog.records if "has waited for" in record.getMessage()]
+    assert len(said) == 1
+    assert f":{os.getpid()}, alive and " in said[0]
+    assert said[0].endswith("; this process has joined twice: close() or abandon() the other worker")
+    first.close()
+    second.close()
+
+
+def test_who_waits_for_the_last_units_says_for_whom(connect: Connect, caplog: pytest.LogCaptureFixture) -> None:
+    slow, quick = (smb.train.WorkUnits(connect(), "units", 2, 1, epochs=1, lease=1.0) for _ in range(2))
+    mine = iter(slow)
+    next(mine)
+    done: list[int] = []
+    waiting = threading.Thread(target=lambda: done.extend(unit.start for unit in quick))
+    with caplog.at_level(logging.WARNING, "smb.train"):
+        waiting.start()
+        wait_for(lambda: "work units 'units': for" in caplog.text, "warning")
+    assert f":{os.getpid()}, alive and with units that are not done" in caplog.text
+    assert list(mine) == []
+    waiting.join(60)
+    assert len(done) == 1

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections.abc import Callable
 
-from smb.config.log import TRAINING
 from smb.train import member_table as t
-from smb.train import members
 from smb.train.exchange.closing import contributions
 from smb.train.exchange.grace import Grace
 from smb.train.group import BUILT, Group
-
-_NAMES_MAX = 5
-_news = logging.getLogger(TRAINING)
+from smb.train.long_waits import LongWait
 
 
 class RoundCompletion:
@@ -37,8 +32,7 @@ class RoundCompletion:
         self._quorum = quorum
         self._died = died
         self._clock = clock
-        self._waited = (-1, 0.0)  # the round of which the last wait ended without a change, and since when it waits
-        self._told = -1  # the round of which it was logged for whom it waits
+        self._long = LongWait(f"training {group.name!r}", group.table, group.lease, clock)
 
     def complete(self, rows: t.Rows, number: int) -> bool:
         """Return True if round `number`, which is open, may be closed."""
@@ -60,24 +54,7 @@ class RoundCompletion:
 
     def tell(self, rows: t.Rows, number: int) -> None:
         """After a lease, log once for which living members round `number` waits."""
-        now = self._clock()
-        if self._waited[0] != number:
-            self._waited = (number, now)
-        late = self.late(rows, number)
-        waited_s = now - self._waited[1]
-        if not late or number == self._told or waited_s < self._group.lease:
-            return
-        self._told = number
-        names = [members.name_of(rows[1 + slot]) for slot in late]
-        own = any(members.is_here(self._group.table, rows[1 + slot]) for slot in late)
-        _news.warning(
-            "training %r: for %.0f s this worker has waited for %s, alive and without a contribution to round %d%s",
-            self._group.name,
-            waited_s,
-            _listed(names),
-            number,
-            "; this process has joined twice: close() or abandon() the other worker" if own else "",
-        )
+        self._long.tell(rows, self.late(rows, number), number, f"without a contribution to round {number}")
 
     def grace_left(self, number: int) -> float:
         """Return the seconds until round `number` may be closed by its quorum; infinity while no quorum was seen."""
@@ -94,8 +71,3 @@ class RoundCompletion:
     def ended(self, rows: t.Rows, number: int) -> None:
         """Note that round `number` was closed."""
         self.grace.ended(number, self._clock(), whole=not self.late(rows, number))
-
-
-def _listed(names: list[str]) -> str:
-    more = len(names) - _NAMES_MAX
-    return ", ".join(names[:_NAMES_MAX]) + (f" and {more} more" if more > 0 else "")

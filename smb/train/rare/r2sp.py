@@ -54,6 +54,7 @@ from smb.train import member_table as t
 from smb.train.exchange.mover import mover_of
 from smb.train.group import wake
 from smb.train.guards import RefusedContributionError
+from smb.train.long_waits import LongWait
 from smb.train.parameters import Parameters
 from smb.train.rare import rotation
 from smb.train.rare.rotation import Candidate, Pace, Turn, batch_sizes, gap_s, may_skip
@@ -129,6 +130,7 @@ class RoundRobin(Exchange):
 
     def __init__(self, group: Group, parameters: Parameters, scheme: R2SP) -> None:
         self._group = group
+        self._long = LongWait(f"training {group.name!r}", group.table, group.lease)
         self._scheme = scheme
         self._me = Candidate(group.member.slot, group.member.incarnation)
         self._mover = mover_of(group, parameters, FUSED)
@@ -240,11 +242,17 @@ class RoundRobin(Exchange):
                 with group.time_spent.waiting:
                     group.tick.wait(version + turn.away(self._me.slot, live), timeout=max(patience, 0.001))
             except DeadlineError:
-                if time.monotonic() - since >= group.lease / 4 and group.reap([turn.slot]):
-                    # If one worker died, others may have died too. Workers that wait for their turn count on one wake
-                    # for each.
-                    for _ in group.reap(member.slot for member in live):
-                        group.wake()
+                if time.monotonic() - since < group.lease / 4:
+                    continue
+                if not group.reap([turn.slot]):
+                    self._long.tell(
+                        group.table.read(), [turn.slot], turn.word(), "in its turn, which it has not passed on"
+                    )
+                    continue
+                # If one worker died, others may have died too. Workers that wait for their turn count on one wake for
+                # each.
+                for _ in group.reap(member.slot for member in live):
+                    group.wake()
 
     def _look(self) -> tuple[Turn, list[Candidate]]:
         """Return the turn and the live members. Also updates the batch size that follows from the speeds."""

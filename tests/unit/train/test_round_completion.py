@@ -19,7 +19,7 @@ MEMBERS = 3
 class Members:
     """Members that are all alive but `dead`, of a group with a patience of 2.5 seconds."""
 
-    patience = 2.5
+    name, table, lease, patience = "run", None, 10.0, 2.5
 
     def __init__(self, dead: tuple[int, ...] = ()) -> None:
         self._dead = dead
