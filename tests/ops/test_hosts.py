@@ -31,15 +31,18 @@ needs_hosts = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 WAIT_S = 150.0  # for several Python processes on a busy machine
 ADD = """
 import os, sys
-import numpy as np, smb
-with smb.connect(timeout=60) as client:
-    client.create("sum", 1000, servers=2, exist_ok=True).accumulate(np.ones(1000, np.float32))
+os.environ["SMB_LOG"] = "warning"
+import numpy as np, smb, smb.train
+values = np.zeros(1000, np.float32)
+with smb.connect(timeout=60) as client, smb.train.join(client, "run", values, smb.train.ASP()) as worker:
+    values += 1
+    worker.step(1)
     print("added", sys.argv[1:], "RANK" in os.environ)
 """
 READ = """
-import smb
+import smb, smb.train
 with smb.connect(timeout=60) as client:
-    print(sorted(server.name for server in client.servers()), client.open("sum").read().sum())
+    print(sorted(server.name for server in client.servers()), smb.train.shared(client, "run").sum())
 """
 
 
@@ -212,13 +215,13 @@ def test_a_cluster_on_two_hosts_trains_and_ends_with_ctrl_c(hosts: Hosts) -> Non
         secret = Path(exported["SMB_CREDENTIALS"])
         assert secret.parent.stat().st_mode & 0o77 == 0
         names = ",".join(hosts.names)
-        ran = hosts.call(*hosts.smb("run", "-n", "3", "--hosts", names, "add.py", "--hosts", "x"), **exported)
+        ran = hosts.call(*hosts.smb("run", "-n", "4", "--hosts", names, "add.py", "--hosts", "x"), **exported)
         assert ran.returncode == 0, ran.stdout + ran.stderr
         assert sorted(ran.stdout.splitlines()) == sorted(
-            f"{hosts.names[i % 2]}: added ['--hosts', 'x'] False" for i in range(3)
+            f"{hosts.names[i % 2]}: added ['--hosts', 'x'] False" for i in range(4)
         )
         read = hosts.call(sys.executable, "-c", READ, **exported)
-        assert read.stdout.split("] ") == [f"{sorted(hosts.names)!r}"[:-1], "3000.0\n"], read.stderr
+        assert read.stdout.split("] ") == [f"{sorted(hosts.names)!r}"[:-1], "4000.0\n"], read.stderr
         failed = hosts.call(*hosts.smb("run", "--hosts", names, "fails.py"), **exported)
         assert failed.returncode == 7
         assert f"fails.py on {hosts.names[0]} ended with 7" in failed.stdout
