@@ -40,6 +40,7 @@ from smb.torch.state_bytes import StateBytes
 from smb.torch.state_explanation import PublishedTensor, StateExplanation, state_explained
 from smb.torch.tensor_slices import is_sharded, local_of
 from smb.torch.tensor_values import check_dense
+from smb.train.group import METADATA
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -221,6 +222,7 @@ class Publisher:
             found = self._client.open(self._name)
         except NotFoundError:
             return False
+        _check_no_training(self._asked, found)
         if found.versions < 2 or not found.table:
             raise AlreadyExistsError(
                 f"{self._asked}: a buffer of that name exists, and is not a published state; delete it (smb rm "
@@ -253,7 +255,11 @@ class Publisher:
         try:
             with _agreed(ranks):
                 if ranks is None or ranks.speaks:
-                    buffer = create(client, made, name, tensors=forms, versions=self._versions, **options)
+                    try:
+                        buffer = create(client, made, name, tensors=forms, versions=self._versions, **options)
+                    except AlreadyExistsError:
+                        _check_no_training(asked, client.open(name))
+                        raise
                     found = about_of(asked, buffer)
                     if found != about:
                         raise InvalidArgumentError(
@@ -532,6 +538,14 @@ def _give_up(client: Client, made: Sequence[Buffer]) -> None:
     for buffer in reversed(made):
         with suppress(Error):
             client.delete(buffer, missing_ok=True)
+
+
+def _check_no_training(asked: str, found: Buffer) -> None:
+    """Raise AlreadyExistsError if the name is a training's: what it says of other buffers, to delete them, would end
+    that.
+    """
+    if METADATA in found.metadata:
+        raise AlreadyExistsError(f"{asked}: {found.name!r} is a training; publish its model under another name")
 
 
 def _contents(asked: str, files: Mapping[str, bytes | str | os.PathLike[str]]) -> dict[str, bytes]:

@@ -316,3 +316,12 @@ def test_notebooks_show_publishers_followers_and_trainings(connect: Connect) -> 
     ):
         assert table.startswith("<table>")
         assert [part for part in shown if part not in table] == []
+
+
+def test_a_trainings_name_is_not_for_a_state(connect: Connect) -> None:
+    """And nobody is told to delete the training."""
+    client, model = connect(), torch.nn.Linear(2, 2)
+    with smb.torch.join(model, torch.optim.SGD(model.parameters(), lr=0.1), "run", scheme="asp", client=client):
+        for state in (model, None):
+            with pytest.raises(smb.AlreadyExistsError, match="'run' is a training; publish its model under another"):
+                smb.torch.Publisher(client, "run", state).publish(iter(model.state_dict().items()))
