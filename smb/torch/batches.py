@@ -77,23 +77,32 @@ class BatchUnits:
 
 
 class Batches:
-    """One process's batches: an iterator. Its length is the number of batches that all processes together had left when
-    it was made, so a progress bar of one of several processes ends early.
+    """One process's batches: an iterator, or a batch_sampler. Iterating again after its end is a further call of
+    batches() with the same arguments. Its length is the number of batches that all processes together had left when the
+    iteration began, so a progress bar of one of several processes ends early.
 
     - `epoch`: of the batch in hand, counted from 0 over the life of the training. Before the first batch it is 0.
     """
 
-    def __init__(self, batches: Iterator[tuple[int, torch.Tensor]], left: int) -> None:
-        """`batches` yields each batch with its epoch."""
+    def __init__(self, begin: Callable[[], tuple[Iterator[tuple[int, torch.Tensor]], int]]) -> None:
+        """`begin` returns an iterator of the batches, each with its epoch, and the number of batches that are left."""
         self.epoch = 0
-        self._batches = batches
-        self._left = left
+        self._begin = begin
+        self._batches, self._left = begin()
+        self._ended = False
 
     def __iter__(self) -> Batches:
+        if self._ended:
+            self._batches, self._left = self._begin()
+            self._ended = False
         return self
 
     def __next__(self) -> torch.Tensor:
-        self.epoch, batch = next(self._batches)
+        try:
+            self.epoch, batch = next(self._batches)
+        except StopIteration:
+            self._ended = True
+            raise
         return batch
 
     def __len__(self) -> int:

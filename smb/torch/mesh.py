@@ -341,15 +341,19 @@ class MeshShared(Shared):
         If a batch can't be divided evenly, some of its rows are used twice, so that each rank has the same number of
         rows.
         """
-        self._check_open()
         share, shares = self._share(dims)
-        units = None
-        with self._calls.together():
-            if self._ranks.speaks:
-                units = self._units.open(self.worker, rows, size, epochs, seed)
-        left = self._ranks.tell(self._units.left if self._ranks.speaks else None)
-        batches = self._batches(units, rows, seed, epochs)
-        return Batches(((epoch, _part_of(batch, share, shares)) for epoch, batch in batches), left)
+
+        def begin() -> tuple[Iterator[tuple[int, torch.Tensor]], int]:
+            self._check_open()
+            units = None
+            with self._calls.together():
+                if self._ranks.speaks:
+                    units = self._units.open(self.worker, rows, size, epochs, seed)
+            left = self._ranks.tell(self._units.left if self._ranks.speaks else None)
+            batches = self._batches(units, rows, seed, epochs)
+            return ((epoch, _part_of(batch, share, shares)) for epoch, batch in batches), left
+
+        return Batches(begin)
 
     def _share(self, dims: str | Sequence[str] | None) -> tuple[int, int]:
         """Return this rank's share of a batch, and the number of shares."""

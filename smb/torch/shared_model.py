@@ -274,8 +274,9 @@ class Shared:
 
         len() is the number of batches that all processes together have left, and `epoch` that of the batch in hand.
 
-        Index tensors with a batch, or pass the iterator to a torch.utils.data.DataLoader as batch_sampler; with
-        num_workers, batches that were fetched ahead count, too. Sets `samples` to the number of rows in each batch.
+        Index tensors with a batch, or pass the iterator to a torch.utils.data.DataLoader as batch_sampler: each pass
+        over the loader is a further call, so without `epochs` it is the next epoch. With num_workers, batches that were
+        fetched ahead count, too. Sets `samples` to the number of rows in each batch.
 
         The shuffle takes 8 bytes for each row. Blocks at the end of the last epoch until other processes have done
         their last batches. Raises InvalidArgumentError if others use another number of rows, size or seed, or if the
@@ -289,9 +290,15 @@ class Shared:
                 optimizer.step()
         ```
         """
+        return Batches(lambda: self._begin_batches(rows, size, epochs, seed))
+
+    def _begin_batches(
+        self, rows: int, size: int, epochs: int | None, seed: int
+    ) -> tuple[Iterator[tuple[int, torch.Tensor]], int]:
+        """Return the batches, each with its epoch, and how many are left."""
         self._check_open()
         units = self._units.open(self.worker, rows, size, epochs, seed)
-        return Batches(self._batches(units, rows, seed, epochs), self._units.left)
+        return self._batches(units, rows, seed, epochs), self._units.left
 
     def _batches(
         self, units: smb.train.WorkUnits | None, rows: int, seed: int, epochs: int | None

@@ -200,6 +200,26 @@ def test_each_call_is_one_epoch(connect: Connect, caplog: pytest.LogCaptureFixtu
         assert len(shared.batches(100, 8, epochs=9)) > 13
 
 
+def test_each_pass_over_a_loader_is_one_epoch(connect: Connect, caplog: pytest.LogCaptureFixture) -> None:
+    """As in a script that makes its loader once, before its loop over epochs. With epochs= later passes find nothing,
+    and say so.
+    """
+    model, data = network(), torch.utils.data.TensorDataset(torch.arange(100))
+    with smb.torch.join(model, sgd(model), "run", scheme=Adding(), client=connect()) as shared:
+        batches = shared.batches(100, 8)
+        loader = torch.utils.data.DataLoader(data, batch_sampler=batches)
+        for epoch in range(3):
+            assert len(loader) == 13
+            assert sorted(row for (rows,) in loader for row in rows.tolist()) == list(range(100))
+            assert batches.epoch == epoch
+        assert sorted(torch.cat(list(batches)).tolist()) == list(range(100))
+        assert batches.epoch == 3
+        bounded = torch.utils.data.DataLoader(data, batch_sampler=shared.batches(100, 8, epochs=5))
+        assert "all batches of all 5 epochs are done" not in caplog.text
+        assert [len(list(bounded)) for _ in range(2)] == [13, 0]
+        assert "all batches of all 5 epochs are done" in caplog.text
+
+
 def test_an_epoch_that_was_left_is_finished_first(connect: Connect) -> None:
     """After a break the next call yields the rest of the epoch, with the batch in hand, and the call after that one
     the next epoch; also if another process did the rest meanwhile.
