@@ -122,6 +122,38 @@ def test_trainer(
         assert len(rates) == (1 if schedule else 8)
 
 
+# More than 5 s: transformers' Trainer trains four times.
+def test_a_trainer_in_a_training_that_is_done_changes_nothing(
+    transformers: Any, connect: Connect, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Not even by the one step that the Trainer makes before it asks whether to stop. And what a seed means is said."""
+    from smb.torch import hf
+
+    client, steady = connect(), {"lr_scheduler_type": "constant", "max_steps": 4}
+    for seed in (0, 1):
+        model = language_model(transformers, seed)
+        transformers.Trainer(
+            model, arguments(transformers, tmp_path, **steady), train_dataset=Text(),
+            callbacks=[hf.Callback("run", "localsgd", every=2, client=client)],
+        ).train()  # fmt: skip
+        if seed == 0:
+            made = smb.torch.shared_state_dict(client, "run")
+    assert all(torch.equal(value.cpu(), made[name]) for name, value in model.state_dict().items())
+    found = smb.torch.shared_state_dict(client, "run")
+    assert all(torch.equal(value, made[name]) for name, value in found.items())
+    assert smb.train.status(client, "run").round == 2
+    caplog.clear()
+    other = language_model(transformers)
+    for options, said in (({}, True), ({"seed": 7}, False)):
+        caplog.clear()
+        with smb.torch.join(other, torch.optim.SGD(other.parameters(), lr=0.1), "run", client=connect()):
+            transformers.Trainer(
+                language_model(transformers), arguments(transformers, tmp_path, **steady, **options),
+                train_dataset=Text(), callbacks=[hf.Callback("run", client=client)],
+            ).train()  # fmt: skip
+        assert ("in the order of seed 42, as another member may" in caplog.text) == said
+
+
 def test_a_trainer_whose_join_fails(transformers: Any, connect: Connect, tmp_path: Path) -> None:
     """Other settings than the group's: train() raises, and nothing of it is left; close() does no harm."""
     from smb.torch import hf
