@@ -448,6 +448,18 @@ def test_commands_stand_in_groups(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--install-completion" in out
 
 
+def test_a_command_imports_no_other() -> None:
+    """Importing and describing all of them takes as long as Python's own start."""
+    program = (
+        "import sys; from typer.testing import CliRunner; from smb.tools.cli.main import app;"
+        "assert 'List the buffers' in CliRunner().invoke(app, ['ls', '--help']).output;"
+        "print(*(name for name in sys.modules if name.startswith('smb.tools.cli.')))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=DEADLINE_SECONDS)
+    modules = {name.rpartition(".")[2] for name in done.stdout.split()}
+    assert modules == {"main", "ls", "connection", "options", "output"}, done
+
+
 @pytest.mark.parametrize(
     ("typed", "offered"), [("smb tr", "train"), ("smb train ", "rm"), ("smb up --da", "--data-dir")]
 )

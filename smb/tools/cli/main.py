@@ -2,63 +2,92 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from smb.config import log
+from smb.config.settings import SETTINGS
 from smb.errors import Error
-from smb.security.credentials import CREDENTIALS_VARIABLE
-from smb.tools.cli.bench import bench
-from smb.tools.cli.certs import InOrder, certs
-from smb.tools.cli.clients import clients, kick
-from smb.tools.cli.config import config
-from smb.tools.cli.coordinator import coordinator, migrate
-from smb.tools.cli.copy import cp, restore, snapshot
-from smb.tools.cli.create import create
-from smb.tools.cli.demo import demo
-from smb.tools.cli.doctor import doctor
-from smb.tools.cli.drain import drain, forget, maintenance, rebalance, undrain
-from smb.tools.cli.explain import explain
-from smb.tools.cli.ls import ls
-from smb.tools.cli.mount import mount, umount
 from smb.tools.cli.options import Command, Config, configured
 from smb.tools.cli.output import checked_output, print_error
-from smb.tools.cli.plan import plan
-from smb.tools.cli.relay import relay
-from smb.tools.cli.rm import rm
-from smb.tools.cli.run import run
-from smb.tools.cli.stat import stat
-from smb.tools.cli.status import status
-from smb.tools.cli.targets import targets
-from smb.tools.cli.top import top
-from smb.tools.cli.train import train
-from smb.tools.cli.up import up
 
-_GROUPS: dict[str, tuple[Any, ...]] = {
-    "A cluster": (up, coordinator, status, top, clients, drain, undrain, maintenance, rebalance, forget),
-    "Trainings": (train, run, explain, plan, demo),
-    "Buffers": (ls, stat, create, rm, relay, cp, snapshot, restore),
-    "Buffers as files": (mount, umount),
-    "Tools": (doctor, bench, config, certs, targets),
-}
+_GROUPS = {
+    "A cluster": (
+        "up", "coordinator", "status", "top", "clients", "drain", "undrain", "maintenance", "rebalance", "forget",
+    ),
+    "Trainings": ("train", "run", "explain", "plan", "demo"),
+    "Buffers": ("ls", "stat", "create", "rm", "relay", "cp", "snapshot", "restore"),
+    "Buffers as files": ("mount", "umount"),
+    "Tools": ("doctor", "bench", "config", "certs", "targets"),
+}  # fmt: skip
+# Several commands have one file; the others have one each, of their name.
+_FILES = dict.fromkeys(("undrain", "maintenance", "rebalance", "forget"), "drain")
+_FILES |= dict.fromkeys(("cp", "snapshot", "restore"), "copy") | {"umount": "mount"}
+_NAMES = tuple(name for names in _GROUPS.values() for name in names)
+_BELOW = {"coordinator": "migrate", "clients": "kick"}  # commands that have a command below them
+
+
+class Commands(Mapping[str, Any]):
+    """The commands by name. A command is imported when somebody asks for it: all of them take as long as Python's
+    start.
+    """
+
+    def __init__(self) -> None:
+        self._made: dict[str, TyperCommand | TyperGroup] = {}
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in _NAMES:
+            raise KeyError(name)
+        if name not in self._made:
+            self._made[name] = _command(name)
+        return self._made[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(_NAMES)
+
+    def __len__(self) -> int:
+        return len(_NAMES)
+
+
+def _command(name: str) -> Any:
+    module = importlib.import_module(f"smb.tools.cli.{_FILES.get(name, name)}")
+    command = getattr(module, name)
+    whole = typer.Typer(rich_markup_mode=None)
+    if isinstance(command, typer.Typer):
+        whole.add_typer(command, name=name)
+    elif name in _BELOW:
+        both = typer.Typer(rich_markup_mode=None)
+        both.callback(invoke_without_command=True)(configured(command))
+        both.command(cls=Command)(configured(getattr(module, _BELOW[name])))
+        whole.add_typer(both, name=name)
+    else:
+        # What follows the script of `smb run` is the script's own.
+        settings = {"allow_interspersed_args": False} if name == "run" else None
+        kind = module.InOrder if name == "certs" else Command
+        whole.command(cls=kind, context_settings=settings)(configured(command))
+    return typer.main.get_group(whole).commands[name]
 
 
 class Sections(TyperGroup):
     """Lists the commands in groups by purpose."""
 
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.commands = cast(Any, Commands())
+
     def format_commands(self, _ctx: Any, formatter: Any) -> None:
         """Write one list for each group."""
-        for title, commands in _GROUPS.items():
-            names = ["train" if command is train else command.__name__ for command in commands]
-            shown = [(name, self.commands[name]) for name in names]
+        for title, names in _GROUPS.items():
             with formatter.section(title):
-                formatter.write_dl([(name, command.get_short_help_str(limit=66)) for name, command in shown])
+                formatter.write_dl([(name, self.commands[name].get_short_help_str(limit=66)) for name in names])
 
 
 app = typer.Typer(
@@ -69,25 +98,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for _command in (command for commands in _GROUPS.values() for command in commands):
-    if isinstance(_command, typer.Typer):
-        app.add_typer(_command, name="train")
-    elif _command is coordinator:
-        # This command also has a subcommand.
-        _coordinator = typer.Typer(rich_markup_mode=None)
-        _coordinator.callback(invoke_without_command=True)(configured(coordinator))
-        _coordinator.command(cls=Command)(configured(migrate))
-        app.add_typer(_coordinator, name="coordinator")
-    elif _command is clients:
-        _clients = typer.Typer(rich_markup_mode=None)
-        _clients.callback(invoke_without_command=True)(configured(clients))
-        _clients.command(cls=Command)(configured(kick))
-        app.add_typer(_clients, name="clients")
-    else:
-        # What follows the script of `smb run` is the script's own.
-        settings = {"allow_interspersed_args": False} if _command is run else None
-        kind = InOrder if _command is certs else Command
-        app.command(cls=kind, context_settings=settings)(configured(_command))
 
 
 def _print_version(wanted: bool) -> None:
@@ -113,7 +123,7 @@ def _options(
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log to standard error.")] = False,
 ) -> None:
     if credentials is not None:
-        os.environ[CREDENTIALS_VARIABLE] = str(credentials)
+        os.environ[SETTINGS["cluster.credentials"].variable] = str(credentials)
     if not verbose:
         log.start(training=logging.WARNING)  # a command's own output says what it did
     if verbose:
