@@ -31,8 +31,12 @@ from smb.daemon.launch import python_m
 
 MODULES = ("memserver", "smb.tools.cli.main")
 IMPORTED = ("memserver.cli", "smb.tools.cli.main", "smb.tools.cli.coordinator", "smb.coordinator.process")
-# What they import when they run, if it is installed: typer's module brings pydantic, most of a daemon's start.
-WHEN_RUN = ("typer._adapters", "typer._click.decorators", "grpc._server", "grpc._channel", "encodings.idna")
+# What they import when they run, if it is installed: typer's module brings pydantic, most of a daemon's start; the
+# client brings numpy, most of a command's.
+WHEN_RUN = (
+    "typer._adapters", "typer._click.decorators", "grpc._server", "grpc._channel", "encodings.idna", "smb.client",
+    "rich.table",
+)  # fmt: skip
 SAFE = python_m()  # how the product starts a module
 _MESSAGE_BYTES = 1 << 17
 _STEMS_MAX = 4
