@@ -149,7 +149,7 @@ class _Stem:
         new_session: bool,
         held: Sequence[int],
     ) -> Forked:
-        request = {"words": _words(command), "environment": dict(environment), "session": new_session}
+        request = {"words": words_of(command), "environment": dict(environment), "session": new_session}
         return Forked(self, self.ask(request, out.fileno(), err.fileno(), *held)["pid"], command)
 
     def ask(self, request: dict[str, Any], *descriptors: int) -> dict[str, Any]:
@@ -181,7 +181,7 @@ _guard = threading.Lock()
 def _stem_for(command: Sequence[str], environment: Mapping[str, str], cwd: str | None) -> _Stem | None:
     """Return the stem for these circumstances: it is made when they come for the second time."""
     global _owner
-    module, *_ = _words(command)
+    module, *_ = words_of(command)
     if module not in MODULES or _NEVER & environment.keys():
         return None
     if list(command[: len(SAFE)]) == SAFE:
@@ -201,7 +201,7 @@ def _stem_for(command: Sequence[str], environment: Mapping[str, str], cwd: str |
         return _stems[key]
 
 
-def _words(command: Sequence[str]) -> list[str]:
+def words_of(command: Sequence[str]) -> list[str]:
     """Return the module that a Python is told to run, and its arguments; another program has an empty module."""
     for start in (SAFE, [sys.executable, "-m"]):
         if list(command[: len(start)]) == start:
@@ -251,7 +251,7 @@ def _serve(requests: socket.socket) -> dict[str, Any]:
         requests.send(json.dumps({**answer, "number": request["number"]}).encode())
 
 
-def _become(request: dict[str, Any]) -> None:
+def become(request: dict[str, Any]) -> None:
     """Be what `python -m` would have made."""
     if request["session"]:
         os.setsid()
@@ -290,7 +290,7 @@ def _main() -> None:
         sys.modules.pop(module, None)  # it runs as __main__
     assert len(list(Path("/proc/self/task").iterdir())) == 1, f"{modules} start threads"
     gc.freeze()
-    _become(_serve(socket.socket(fileno=int(descriptor))))
+    become(_serve(socket.socket(fileno=int(descriptor))))
 
 
 if __name__ == "__main__":

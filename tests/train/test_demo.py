@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,15 +15,34 @@ import torch
 import smb
 from smb.tools.cli import demo as demo_command
 from smb.tools.cli import main as cli
-from smb.tools.demo import DemoConfig, DemoResult, run, run_demo
+from smb.tools.demo import DemoConfig, DemoResult, fleet, run, run_demo
 from smb.tools.demo.config import WorkerTask
 from smb.tools.demo.digits import Digits, load_digits
 from smb.tools.demo.fleet import DemoWorker, Fleet
 from smb.tools.demo.recipes import RECIPES
 from smb.tools.demo.run import DemoView
+from tests.support.forks import Program
 
 USUAL = ("diloco",)  # the command runs by SEASGD; the others have tests without a demo, too
 AT_NIGHT = pytest.mark.skipif(not os.environ.get("SMB_LONG"), reason="one more whole demo; SMB_LONG=1 runs it")
+
+
+@pytest.fixture(autouse=True)
+def _forked(monkeypatch: pytest.MonkeyPatch, context: Any) -> None:
+    """Workers are forks of a process that has imported PyTorch, which takes a program most of its time."""
+
+    def launch(command: list[str], **options: Any) -> Program:
+        assert options.pop("start_new_session")
+        assert (options.pop("stdin"), options.pop("stdout")) == (subprocess.PIPE,) * 2
+        (read, told), (says, write) = os.pipe(), os.pipe()
+        program = Program(context, command, (read, write, options.pop("stderr").fileno()), options.pop("env"))
+        assert not options
+        os.close(read)
+        os.close(write)
+        program.stdin, program.stdout = os.fdopen(told, "wb", 0), os.fdopen(says, "rb", 0)
+        return program
+
+    monkeypatch.setattr(fleet, "_launch", launch)
 
 
 @pytest.fixture(autouse=True)
