@@ -25,7 +25,7 @@ def cluster() -> Iterator[smb.LocalCluster]:
 @pytest.fixture(scope="module", autouse=True)
 def context() -> Any:
     """Processes that find PyTorch there: ranks of meshes, and what tests.support.clients starts."""
-    return forks_of([*PRELOADED, "torch.distributed.tensor.parallel"])
+    return forks_of([*PRELOADED, "torch.distributed.tensor.parallel", "torch.distributed.checkpoint"])
 
 
 @pytest.fixture(params=EACH_WAY if LONG else None)

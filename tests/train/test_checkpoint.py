@@ -6,11 +6,11 @@ import io
 import json
 import os
 import re
-import subprocess
 import sys
+import tempfile
 import threading
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -25,12 +25,12 @@ import smb.torch.checkpoint
 from smb.torch import checkpoint
 from tests.fault.long import LIMIT_S, seed
 from tests.support.daemons import tidy, wait_for
+from tests.support.forks import Program
 
 pytestmark = [
     pytest.mark.timeout(LIMIT_S),
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
 ]
-SOURCES = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -45,13 +45,26 @@ def client(cluster: smb.LocalCluster) -> Iterator[smb.Client]:
         yield connected
 
 
-def run_ranks(phases: str, client: smb.Client, place: Path, number: int, name: str = "run/ckpt") -> str:
-    """What ranks print: see tests/support/checkpoints.py."""
-    command = [sys.executable, "-m", "tests.support.checkpoints", phases, str(place / "store")]
-    command += [client.address, name, str(number)]
-    done = subprocess.run(command, cwd=SOURCES, text=True, capture_output=True, timeout=100, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+@pytest.fixture
+def run_ranks(client: smb.Client, tmp_path: Path, context: Any) -> Callable[[str], str]:
+    """Return what gives what ranks print: see tests/support/checkpoints.py."""
+
+    def run(phases: str) -> str:
+        command = [sys.executable, "-m", "tests.support.checkpoints", phases, str(tmp_path / "store")]
+        command += [client.address, "run/ckpt", str(seed() % 1000)]
+        with Path("/dev/null").open() as nothing, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+            program = Program(context, command, [file.fileno() for file in (nothing, out, err)], os.environ)
+            try:
+                code = program.wait(100)
+            finally:
+                program.kill()
+                program.wait()
+            out.seek(0)
+            err.seek(0)
+            assert code == 0, err.read().decode()
+            return out.read().decode()
+
+    return run
 
 
 def names(client: smb.Client) -> list[str]:
@@ -82,19 +95,19 @@ AT_NIGHT = pytest.mark.skipif(not os.environ.get("SMB_LONG"), reason="more ranks
         "async:2,load:2",
     ],
 )
-def test_other_ranks_load_what_some_saved(client: smb.Client, tmp_path: Path, phases: str) -> None:
+def test_other_ranks_load_what_some_saved(client: smb.Client, run_ranks: Callable[[str], str], phases: str) -> None:
     """A model and its AdamW, sharded by rows and columns, are equal to the last bit on another number of ranks; an
     asynchronous save is of the values at its call."""
-    told = run_ranks(phases, client, tmp_path, seed() % 1000).split("\n")[:-1]
+    told = run_ranks(phases).split("\n")[:-1]
     assert len(told) == sum(int(phase[-1]) for phase in phases.split(",") if "load" in phase)
     assert all(int(line.split()[1]) > 7_000_000 for line in told), told
     assert len(names(client)) == 2
 
 
-def test_a_killed_rank_leaves_the_former_checkpoint(client: smb.Client, tmp_path: Path) -> None:
+def test_a_killed_rank_leaves_the_former_checkpoint(client: smb.Client, run_ranks: Callable[[str], str]) -> None:
     """SIGKILL in the middle of a save over another one: that is whole, and the next save takes the rest away."""
     save(client, {"x": torch.arange(1000)}, "run/ckpt")
-    run_ranks("kill:2", client, tmp_path, seed() % 1000)
+    run_ranks("kill:2")
     assert len(names(client)) == 3, "nothing was half written: nothing was tested"
     load(client, state := {"x": torch.zeros(1000, dtype=torch.int64)}, "run/ckpt")
     assert torch.equal(state["x"], torch.arange(1000))

@@ -1,4 +1,7 @@
-"""Training data from buffers: rows and tar files, by DataLoader's workers, forked and spawned."""
+"""Training data from buffers: rows and tar files, by DataLoader's workers, forked and spawned.
+
+A fork of the server of forks gets its data set as a spawned process does, by pickle, and finds PyTorch imported.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +20,11 @@ from torch.utils.data import DataLoader
 import smb
 from smb.torch.data import Rows, Shards
 from tests.conftest import Connect
+from tests.fault.long import LONG
 from tests.support.transports import FAR
 
 ROWS, WIDTH, FILES, IN_A_FILE = 100, 16, 6, 5
+EACH_START = pytest.mark.parametrize("how", ["fork", "forkserver", *(["spawn"] if LONG else [])])
 
 
 @pytest.fixture
@@ -39,7 +44,7 @@ def with_process(row: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, int, int]
     return label, int(fits), os.getpid()
 
 
-@pytest.mark.parametrize("how", ["fork", "spawn"])
+@EACH_START
 @pytest.mark.parametrize("mapped", [True, False], ids=["mapped", "copied"])
 def test_workers_share_one_copy_of_rows(
     digits: smb.Client, cluster: smb.LocalCluster, monkeypatch: pytest.MonkeyPatch, how: str, mapped: bool
@@ -192,7 +197,7 @@ def test_the_next_files_are_read_ahead_and_handed_to_the_next_epoch(
     assert read.count("003") == 2
 
 
-@pytest.mark.parametrize("how", ["fork", "spawn"])
+@EACH_START
 def test_workers_share_out_the_files(shards: str, how: str) -> None:
     """Two workers read each file once an epoch, for two epochs of the same workers, in other orders."""
     loader = DataLoader(
