@@ -7,15 +7,18 @@ import ctypes.util
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
 import pytest
 
+from tests.support import stem
+from tests.support.commands import COMMAND
 from tests.support.daemons import wait_for
 from tests.support.rights import may_mount
+
+Mount = subprocess.Popen[bytes] | stem.Forked  # the process of one
 
 _MISSING = [
     what
@@ -75,17 +78,12 @@ class HasAddress(Protocol):
     def address(self) -> str: ...
 
 
-def start_mount(cluster: HasAddress, directory: Path, *options: str, **variables: str) -> subprocess.Popen[bytes]:
+def start_mount(cluster: HasAddress, directory: Path, *options: str, **variables: str) -> Mount:
     """Mount in a foreground process, whose errors go into DIR.log."""
     directory.mkdir()
+    command = [*COMMAND, "mount", str(directory), "--foreground", "-c", cluster.address, *options]
     with directory.with_suffix(".log").open("wb") as log:
-        process = subprocess.Popen(
-            [
-                sys.executable, "-m", "smb.tools.cli.main", "mount", directory, "--foreground", "-c", cluster.address,
-                *options,
-            ],
-            stdout=log, stderr=log, env=os.environ | variables,
-        )  # fmt: skip
+        process = stem.launch(command, os.environ | variables, log, new_session=False)
     try:
         wait_for(lambda: is_mounted(directory) or process.poll() is not None, f"mount at {directory}")
         assert process.poll() is None, directory.with_suffix(".log").read_text()
@@ -120,7 +118,7 @@ def _open_below(directory: Path) -> list[str]:
     return found
 
 
-def end_mount(process: subprocess.Popen[bytes], directory: Path) -> None:
+def end_mount(process: Mount, directory: Path) -> None:
     """Wait for the process of a mount that was unmounted. It may have to wait for a processor, and for a server."""
     try:
         assert process.wait(60) == 0, directory.with_suffix(".log").read_text()
