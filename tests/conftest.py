@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +111,16 @@ def connect(cluster: smb.LocalCluster) -> Iterator[Connect]:
 def client(request: pytest.FixtureRequest, connect: Connect) -> smb.Client:
     """A client over each transport."""
     return connect(request.param)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, Any, Any]:
+    """Read the tests without looking for cycles: what is made then stays, and looking took a third of the time."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 def pytest_collection_finish() -> None:
