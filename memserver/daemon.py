@@ -140,7 +140,8 @@ class _StopSignals:
     def __exit__(self, *_: object) -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
         for each, handler in self._handlers.items():
-            signal.signal(each, handler)
+            # The process ends now. A signal that comes late, or again, must not change its exit code.
+            signal.signal(each, signal.SIG_IGN if handler is signal.SIG_DFL else handler)
         signal.set_wakeup_fd(self._wakeup)
         self._woken.close()
         self._wake.close()

@@ -6,6 +6,7 @@ import asyncio
 import ctypes
 import gc
 import logging
+import signal
 from collections.abc import Iterable
 from contextlib import AsyncExitStack
 from functools import partial
@@ -72,6 +73,9 @@ async def _serve(options: CoordinatorOptions) -> None:
         await stop.wait()
         _log.info("stopping")
         notify("STOPPING=1")
+    for number in stop_signals():  # one that comes late, or again, must not change the exit code
+        asyncio.get_running_loop().remove_signal_handler(number)
+        signal.signal(number, signal.SIG_IGN)
 
 
 async def _start(options: CoordinatorOptions, leaving: AsyncExitStack) -> None:
