@@ -52,8 +52,12 @@ GRPC_CONNECTIONS_MAX = 1 << 17  # twice the sessions of a cluster
 # makes another one for its next call, if its certificate still counts.
 GRPC_CONNECTION_AGE_MS = 3_600_000
 # In progress over one connection; more wait at their client. All calls stand in one queue, so thousands of one client,
-# though refused, would hold up the renewals of others. No certificate has more in progress (CALLS_PER_CERTIFICATE_MAX).
+# though refused, would hold up the renewals of others.
 GRPC_CALLS_PER_CONNECTION_MAX = 512
+# Calls of a port that gRPC holds until the daemon takes them, in the order of their arrival; more are refused. Each
+# takes 32 KiB, so all 256 MiB, and some seconds to take. With gRPC's own bound, some of 1000 were refused: these were
+# asked again at once, so a burst went on as a storm, and a client whose call was refused did not know its outcome.
+GRPC_CALLS_PENDING_MAX = 8192
 # With so_reuseport, two daemons would share one port and each get half of the calls.
 # The largest request that smb/rpc/bounds.py accepts has 1.3 MiB: a registration with all its segments.
 _GRPC_SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
@@ -61,6 +65,13 @@ _GRPC_SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_receive_message_length", 2 << 20),
     ("grpc.max_send_message_length", 256 << 20),
     ("grpc.server_handshake_timeout_ms", GRPC_HANDSHAKE_MS),
+    # Between these two gRPC refuses some calls, beyond the second one all: so none until it has to.
+    ("grpc.server.max_pending_requests", GRPC_CALLS_PENDING_MAX),
+    ("grpc.server.max_pending_requests_hard_limit", GRPC_CALLS_PENDING_MAX),
+    # So much of a request arrives before it is taken; the rest of a larger one takes a round trip more. By itself, gRPC
+    # estimates how much to let in, and holds requests of a megabyte whole.
+    ("grpc.http2.bdp_probe", 0),
+    ("grpc.http2.lookahead_bytes", 1 << 14),
 )
 
 _READY_BYTES_MAX = 4096  # of a ready file, which has four names and values
