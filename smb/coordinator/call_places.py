@@ -1,10 +1,11 @@
 """Places for calls in progress at the port for all: no certificate takes all of them, and some are for operators and
-memory servers alone. A call without a place is refused at once, and its client tries again within its timeout. A call
-that waits for others does no work, and gives its place back meanwhile.
+memory servers alone. A call without a place is refused, and its client tries again within its timeout. A call that
+waits for others does no work, and gives its place back meanwhile. What a large request takes is memory, whether its
+call works or waits, so large requests have places of their own, from their arrival to their end.
 
 A call of a certificate that asks for too much begins later (`CallRates`). It is not refused for that: who floods would
 ask again at once, but has a bounded number of calls in flight. So these wait here, and gRPC's own queue, which knows no
-certificates, stays short.
+certificates, stays short. For the same reason a refusal waits for the call's turn, too.
 """
 
 from __future__ import annotations
@@ -23,17 +24,16 @@ import grpc.aio
 from google.protobuf.message import Message
 
 from smb.coordinator.call_rates import CallRates, LoopTime
-from smb.coordinator.limits import CALLS_MAX, CALLS_PER_CERTIFICATE_MAX
+from smb.coordinator.limits import CALLS_MAX, LARGE_REQUESTS_MAX, has_room
 from smb.errors import NOT_APPLIED, UnavailableError
 from smb.rpc import control_pb2 as pb
 from smb.security.roles import Caller, Role, caller
 
 _TRUSTED = (Role.OPERATOR, Role.SERVER)
-# The last quarter of a certificate's places is for these, and an eighth of all places: a session's lease must not end
-# because others ask for much, with the same certificate or with many.
+# An eighth of all places is for these: a session's lease must not end because others ask for much, with the same
+# certificate or with many.
 _OF_SESSIONS = ("RenewSession", "CloseSession")
-# Of a request. A larger one keeps its place while it waits, so that places bound what requests take.
-_LIGHT_BYTES = 4096
+_SMALL_BYTES = 4096  # of a request: what its call takes anyway
 _SAID_FROM_S, _SAID_AGAIN_S = 1.0, 60.0  # a call's wait that the log names, and the pause between two lines
 _SAID_MAX = 1024  # certificates whose last line is remembered
 
@@ -46,16 +46,52 @@ class BusyError(UnavailableError):
     """Too many calls are in progress. This one was not applied, and can be repeated."""
 
 
+class _Places:
+    """Counts the places that are taken, in all and by certificate."""
+
+    def __init__(self, most: int, of: str) -> None:
+        """`of`: what has a place."""
+        self._most, self._of = most, of
+        self._count = 0
+        self._by_certificate: Counter[str] = Counter()
+
+    def refusal(self, who: Caller, method: str) -> BusyError | None:
+        """Return why the call gets no place; None: it gets one."""
+        trusted = who.role in _TRUSTED
+        of_all = self._most if trusted else self._most * (7 if method in _OF_SESSIONS else 6) // 8
+        free, own = of_all - self._count, self._by_certificate[who.key]
+        if free > 0 if trusted else has_room(own, free):
+            return None
+        many = f"{self._count} {self._of}" if trusted or free <= 0 else f"{own} {self._of} of {who}"
+        return BusyError(
+            f"{method}: the coordinator has {many} in progress already; nothing was changed, try again later",
+            outcome=NOT_APPLIED,
+        )
+
+    def take(self, who: Caller) -> None:
+        """Count one more of this caller."""
+        self._count += 1
+        self._by_certificate[who.key] += 1
+
+    def give_back(self, who: Caller) -> None:
+        """Count one less of this caller."""
+        self._count -= 1
+        self._by_certificate[who.key] -= 1
+        if not self._by_certificate[who.key]:
+            del self._by_certificate[who.key]
+
+
 class _Place:
     """The place of one call. Its call may have ended before what works for it."""
 
-    def __init__(self, places: CallPlaces, who: Caller, *, light: bool) -> None:
-        self._places, self._who, self._light = places, who, light
+    def __init__(self, places: _Places, who: Caller) -> None:
+        self._places, self._who = places, who
         self._held, self._ended = True, False
+        places.take(who)
 
     def give_back(self) -> bool:
-        """Return False if the place stays taken, or is not held."""
-        if not self._held or not self._light:
+        """Return False if the place is not held."""
+        if not self._held:
             return False
         self._held = False
         self._places.give_back(self._who)
@@ -68,9 +104,8 @@ class _Place:
             self._places.take(self._who)
 
     def end(self) -> None:
-        if self._held:
-            self._places.give_back(self._who)
-        self._held, self._ended = False, True
+        self.give_back()
+        self._ended = True
 
 
 _place: ContextVar[_Place | None] = ContextVar("place", default=None)
@@ -99,8 +134,8 @@ class CallPlaces(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         """`rates`: which calls begin later; None: none do."""
         self._rates = rates
         self._said_at: dict[str, float] = {}  # by certificate: when the log last said that its calls wait
-        self._count = 0
-        self._by_certificate: Counter[str] = Counter()
+        self._calls = _Places(CALLS_MAX, "calls")
+        self._large = _Places(LARGE_REQUESTS_MAX, f"requests of more than {_SMALL_BYTES} bytes")
 
     async def intercept_service(
         self,
@@ -115,23 +150,28 @@ class CallPlaces(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         call = cast(Call, handler.unary_unary)
 
         async def answer(request: Any, context: Any) -> Any:
-            who, place, charged_s, loop_time = caller(), None, None, LoopTime()
-            light = isinstance(request, Message) and request.ByteSize() <= _LIGHT_BYTES
+            who, charged_s, loop_time, places = caller(), None, LoopTime(), list[_Place]()
+            refusal = None
             try:
-                if light:
-                    charged_s = await self._begin(who, method)
+                if isinstance(request, Message) and request.ByteSize() > _SMALL_BYTES:
+                    refusal = self._large.refusal(who, method)
+                    if refusal is None:
+                        places.append(_Place(self._large, who))
+                    else:
+                        request.Clear()  # it takes nothing while its refusal waits
+                charged_s = await self._begin(who, method)
                 if isinstance(request, pb.OpenBufferRequest) and request.timeout_ms:
                     # It may wait for long; the service bounds how many do.
                     return await loop_time.of(call(request, context))
-                self._check(who, method)
-                self.take(who)
-                place = _Place(self, who, light=light)
+                refusal = refusal or self._calls.refusal(who, method)
+                if refusal is not None:
+                    raise refusal
+                place = _Place(self._calls, who)
+                places.append(place)
                 _place.set(place)
-                if not light:
-                    charged_s = await self._begin(who, method)
                 return await loop_time.of(call(request, context))
             finally:
-                if place is not None:
+                for place in places:
                     place.end()
                 if charged_s is not None and self._rates is not None:
                     self._rates.took(who.key, _kind(method), charged_s, loop_time.seconds)
@@ -169,34 +209,6 @@ class CallPlaces(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         self._said_at[who.key] = now
         _log.warning("calls of %s ask for too much of the coordinator's time: one waited %.0f s", who, seconds)
 
-    def _check(self, who: Caller, method: str) -> None:
-        of_session = method in _OF_SESSIONS
-        of_all = CALLS_MAX if who.role in _TRUSTED else CALLS_MAX * (7 if of_session else 6) // 8
-        own = CALLS_PER_CERTIFICATE_MAX if of_session else CALLS_PER_CERTIFICATE_MAX * 3 // 4
-        if who.role not in _TRUSTED and self._by_certificate[who.key] >= own:
-            raise _busy(method, f"{own} calls of {who}")
-        if self._count >= of_all:
-            raise _busy(method, f"{self._count} calls")
-
-    def take(self, who: Caller) -> None:
-        """Count one call more of this caller."""
-        self._count += 1
-        self._by_certificate[who.key] += 1
-
-    def give_back(self, who: Caller) -> None:
-        """Count one call less of this caller."""
-        self._count -= 1
-        self._by_certificate[who.key] -= 1
-        if not self._by_certificate[who.key]:
-            del self._by_certificate[who.key]
-
 
 def _kind(method: str) -> str:
     return "sessions" if method in _OF_SESSIONS else ""
-
-
-def _busy(method: str, many: str) -> BusyError:
-    return BusyError(
-        f"{method}: the coordinator has {many} in progress already; nothing was changed, try again later",
-        outcome=NOT_APPLIED,
-    )

@@ -9,8 +9,15 @@ SERVERS_MAX = 1024  # each is probed, listed and sorted at every create
 SESSIONS_MAX = 65_536
 SESSIONS_PER_CERTIFICATE_MAX = 32_768  # so that one certificate cannot take all sessions
 CALLS_MAX = 2048  # in progress at the port for all; a quarter is for operators and memory servers alone
-CALLS_PER_CERTIFICATE_MAX = 512  # half a second's work; a quarter is for renewals of sessions
+LARGE_REQUESTS_MAX = 1024  # at that port, in progress or waiting; each takes up to 1 MiB, so all 1 GiB
 CALLS_WAITING_MAX = 32_768  # until they may begin; each takes 16 KiB, so all 512 MiB
 CALLS_WAITING_PER_CERTIFICATE_MAX = 16_384  # so that one cannot take all of these
 FILE_ATTRIBUTES_USUAL_BYTES = 128  # rights, times and an owner, of all buffers 16 MiB; longer ones count as metadata
 METADATA_BYTES_MAX = 16 << 20  # packed metadata of all buffers: it is held in memory, and read whole at each start
+
+
+def has_room(own: int, free: int) -> bool:
+    """Return whether a certificate that has `own` places gets one more of those that are free. Each gets a quarter of
+    the free places at most, so however many certificates take what they get, there are free ones for the next.
+    """
+    return free > 0 and 3 * own < free

@@ -12,20 +12,24 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 
 import grpc
 import pytest
 
 import smb
-from smb.coordinator.limits import CALLS_PER_CERTIFICATE_MAX
+from smb.coordinator.limits import LARGE_REQUESTS_MAX
 from smb.daemon.process import GRPC_HANDSHAKE_MS
 from smb.rpc import control_pb2 as pb
 from smb.rpc.control_pb2_grpc import CoordinatorStub
 from smb.rpc.metadata import encode
 from smb.rpc.trailers import BUSY, OUTCOME
 from smb.security.credentials import COORDINATOR_NAME, channel, load_directory
+from smb.security.lab_ca import Authority, Holder
+from smb.security.roles import Role
 from tests.support.daemons import stopped, wait_for
 from tests.support.floods import flooded
 
@@ -74,36 +78,89 @@ def test_renewals_are_answered_beside_thousands_of_calls(
     assert _alive(guarded.address, certificates / "operator") == {"server-0", "server-1"}
 
 
-def test_a_certificate_with_many_calls_in_progress_is_refused_more(
-    guarded: smb.LocalCluster, certificates: Path
-) -> None:
-    """These calls wait for a creation at a memory server that stands still. Sessions of the same certificate renew
-    meanwhile, operators are answered, and the library tries a refused call again until it is answered.
+def _large_creation(stub: CoordinatorStub, name: str) -> Callable[[], grpc.Future]:  # type: ignore[type-arg]
+    """Return what asks for a buffer at the second server, with a request of more than 4 KiB."""
+    made = pb.CreateBufferRequest(name=name, shape=[4], dtype="float32", exist_ok=True, server_names=["server-1"])
+    made.packed_metadata = encode("a test", {"noise": secrets.token_hex(8192)})
+    session = stub.OpenSession(pb.OpenSessionRequest(client_name=name), timeout=60)
+    made.session_id, made.session_secret = session.session_id, session.session_secret
+    return lambda: stub.CreateBuffer.future(made, timeout=60)  # type: ignore[no-any-return]
+
+
+def test_a_certificate_with_many_large_requests_is_refused_more(guarded: smb.LocalCluster, certificates: Path) -> None:
+    """Their calls wait for a creation at a memory server that stands still. Small calls of the same certificate and
+    renewals of its sessions are answered meanwhile, operators, too, and the library tries a refused call again until it
+    is answered.
     """
     client = load_directory(certificates / "client")
     with channel(guarded.address, COORDINATOR_NAME, client) as way:
         stub = CoordinatorStub(way)  # type: ignore[no-untyped-call]
         session = stub.OpenSession(pb.OpenSessionRequest(client_name="many"), timeout=20)
-        made = pb.CreateBufferRequest(name="slow", shape=[4], dtype="float32", exist_ok=True)
-        made.server_names.append("server-1")
-        # Only a call whose request is large keeps its place while it waits.
-        made.packed_metadata = encode("a test", {"noise": secrets.token_hex(8192)})
+        ask = _large_creation(stub, "slow")
         with stopped(guarded.servers[1].pid):
-            asked = [stub.CreateBuffer.future(made, timeout=60) for _ in range(CALLS_PER_CERTIFICATE_MAX - 32)]
+            asked = [ask() for _ in range(480)]
             renewal = pb.RenewSessionRequest(session_id=session.session_id, session_secret=session.session_secret)
             stub.RenewSession(renewal, timeout=20)
             assert _alive(guarded.address, certificates / "operator") >= {"server-0", "server-1"}
             refused = asked[-1].exception()
             assert refused.code() is grpc.StatusCode.UNAVAILABLE
             assert dict(refused.trailing_metadata()).items() >= {BUSY: "1", OUTCOME: "not applied"}.items()
+            assert "requests of more than 4096 bytes of a certificate of role client" in refused.details()
             assert "in progress already; nothing was changed" in refused.details()
+            small = [stub.ListServers.future(pb.ListServersRequest(), timeout=60) for _ in range(300)]
+            assert [each.exception() for each in small if each.exception()] == []
         with smb.connect(guarded.address, credentials=certificates / "client", timeout=60) as owner:
             assert owner.create("slow", 4, exist_ok=True).shape == (4,)
             owner.delete("slow")
         answered = sum(each.exception() is None for each in asked)
         ending = pb.CloseSessionRequest(session_id=session.session_id, session_secret=session.session_secret)
         stub.CloseSession(ending, timeout=20)
-    assert answered <= CALLS_PER_CERTIFICATE_MAX * 3 // 4  # the rest is for renewals of sessions
+    assert answered <= LARGE_REQUESTS_MAX * 3 // 4 // 4
+
+
+def test_four_certificates_with_large_and_small_requests_keep_nobody_out(
+    guarded: smb.LocalCluster, certificates: Path, tmp_path: Path
+) -> None:
+    """Each has 384 large requests that wait for a server which stands still, and 800 small ones in flight. Their large
+    requests had all places, and of 33 small calls of another client 32 were refused. Now every call of the other client
+    is answered, operators' are, and what is refused says why.
+    """
+    names = [f"flood-{number}" for number in range(4)]
+    for name in names:
+        Authority.load(certificates / "ca").issue(Holder(Role.CLIENT, name), tmp_path / name)
+    with ExitStack() as held:
+        connect = partial(smb.connect, guarded.address, timeout=60)
+        client = held.enter_context(connect(credentials=certificates / "client"))
+        operator = held.enter_context(connect(credentials=certificates / "operator"))
+        theirs, ours = (
+            {
+                name: CoordinatorStub(  # type: ignore[no-untyped-call]
+                    held.enter_context(channel(guarded.address, COORDINATOR_NAME, load_directory(of / name)))
+                )
+                for name in who
+            }
+            for of, who in ((tmp_path, names), (certificates, ["client"]))
+        )
+        asks = [_large_creation(stub, name) for name, stub in theirs.items()]
+        with ExitStack() as flooding:
+            flooding.enter_context(stopped(guarded.servers[1].pid))
+            asked = [ask() for ask in asks for _ in range(384)]
+            for name in names:
+                flooding.enter_context(flooded(guarded.address, tmp_path / name, in_flight=800))
+            refused = {each.exception() for each in asked if each.done()} - {None}
+            for _ in range(33):
+                ours["client"].ListServers(pb.ListServersRequest(), timeout=60)
+            for number in range(5):
+                made = client.create(f"beside{number}", 4, servers=["server-0"], metadata={"large": "x" * 9000})
+                assert client.open(made.name).shape == (4,)
+                client.delete(made.name)
+            assert "server-0" in {server.name for server in operator.servers() if server.alive}
+        refused |= {each.exception() for each in asked} - {None}
+        for name in names:
+            client.delete(name, missing_ok=True)
+    said = {str(each.details()) for each in refused}
+    assert any("requests of more than 4096 bytes of a certificate of role client" in each for each in said)
+    assert {each.code() for each in refused} == {grpc.StatusCode.UNAVAILABLE}
 
 
 def test_others_are_answered_at_once_when_a_flood_waits(guarded: smb.LocalCluster, certificates: Path) -> None:

@@ -17,7 +17,7 @@ from smb.rpc.control_pb2_grpc import CoordinatorStub
 from smb.security.credentials import COORDINATOR_NAME, channel, load_directory
 address, credentials, everything = sys.argv[1], load_directory(sys.argv[2]), sys.argv[3] == "everything"
 def flood():
-    room = threading.Semaphore(2000)
+    room = threading.Semaphore(int(sys.argv[4]) // 4)
     stub = CoordinatorStub(channel(address, COORDINATOR_NAME, credentials))
     calls = [(stub.ListServers, lambda _: pb.ListServersRequest())]
     if everything:
@@ -41,10 +41,13 @@ sys.stdin.read()
 
 
 @contextmanager
-def flooded(address: str, credentials: Path, *, everything: bool = False) -> Iterator[None]:
-    """A process of a reader floods the coordinator during the block: with small calls, or with `everything`."""
+def flooded(address: str, credentials: Path, *, everything: bool = False, in_flight: int = 8000) -> Iterator[None]:
+    """A process of a reader floods the coordinator during the block: with small calls, or with `everything`. It keeps
+    `in_flight` calls in flight, over four connections.
+    """
     flood = subprocess.Popen(
-        [sys.executable, "-c", _READER, address, str(credentials), "everything" if everything else "little"],
+        [sys.executable, "-c", _READER, address, str(credentials), "everything" if everything else "little",
+         str(in_flight)],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
     )  # fmt: skip
     try:

@@ -12,12 +12,13 @@ import grpc
 import pytest
 
 from smb.coordinator.call_places import BusyError, CallPlaces, without_place
-from smb.coordinator.limits import CALLS_MAX, CALLS_PER_CERTIFICATE_MAX
+from smb.coordinator.limits import CALLS_MAX, LARGE_REQUESTS_MAX
 from smb.rpc import control_pb2 as pb
 from smb.security import roles
 from smb.security.roles import Caller, Role
 from tests.unit.coordinator.test_what_changes_meanwhile import Servers, beside, register, service_of
 
+OWN = CALLS_MAX * 3 // 4 // 4  # what one certificate gets while no other one asks: a quarter of what is not reserved
 OPERATOR, SERVER = Caller(Role.OPERATOR, "op"), Caller(Role.SERVER, "s")
 
 
@@ -30,8 +31,18 @@ class Port:
         self._tasks: list[asyncio.Task[Any]] = []
         self.service: Any = None  # answers in place of one that waits, if there is one
 
-    async def call(self, who: Caller, method: str = "Overview", request: Any = None, *, waits: bool = False) -> bool:
-        """Begin a call. Return whether it is in progress now, and not refused. `waits`: for another call."""
+    async def call(
+        self,
+        who: Caller,
+        method: str = "Overview",
+        request: Any = None,
+        *,
+        waits: bool = False,
+        busy_with: str = "calls",
+    ) -> bool:
+        """Begin a call. Return whether it is in progress now, and not refused: the error names `busy_with`. `waits`:
+        for another call.
+        """
 
         async def answer(request: Any, context: Any) -> None:
             if self.service is not None and request is not None:
@@ -51,7 +62,9 @@ class Port:
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         if task.done():
-            with pytest.raises(BusyError, match=f"^{method}: the coordinator has .* in progress already") as refused:
+            with pytest.raises(
+                BusyError, match=f"^{method}: the coordinator has [0-9]+ {busy_with}.* in progress already"
+            ) as refused:
                 task.result()
             assert refused.value.outcome == "not applied"
             return False
@@ -78,33 +91,36 @@ class Port:
 
 
 def test_a_certificate_has_its_share_and_sessions_a_part_of_it() -> None:
-    """Three quarters are for any calls, the rest for renewals of sessions. Others have places, and so has it again once
-    its calls have ended. An open that waits takes none: the service bounds those.
+    """Renewals of sessions have some more places. Others have places, and so has it again once its calls have ended. An
+    open that waits takes none: the service bounds those.
     """
 
     async def scenario() -> None:
         port, reader, other = Port(), Caller(Role.READER, "r"), Caller(Role.CLIENT, "c")
-        assert await port.fill(reader) == CALLS_PER_CERTIFICATE_MAX * 3 // 4
-        assert await port.fill(reader, "RenewSession") == CALLS_PER_CERTIFICATE_MAX // 4
+        assert await port.fill(reader) == OWN
+        assert await port.fill(reader, "RenewSession") == CALLS_MAX * 7 // 8 // 4 - OWN
         assert await port.call(reader, "OpenBuffer", pb.OpenBufferRequest(name="w", timeout_ms=1000))
         assert not await port.call(reader, "OpenBuffer", pb.OpenBufferRequest(name="w"))
         assert await port.call(other)
         await port.let_go()
-        assert await port.fill(reader) == CALLS_PER_CERTIFICATE_MAX * 3 // 4
+        assert await port.fill(reader) == OWN
         await port.let_go()
 
     asyncio.run(scenario())
 
 
-def test_a_quarter_of_all_places_is_for_operators_and_servers() -> None:
-    """However many certificates others have."""
+def test_however_many_certificates_take_what_they_get_the_next_one_gets_some() -> None:
+    """Four of them had all places. A quarter of all is for operators and servers, whatever clients do."""
 
     async def scenario() -> None:
         port = Port()
-        taken = 0
-        for number in range(10):
-            taken += await port.fill(Caller(Role.CLIENT, f"c{number}"))
-        assert taken == CALLS_MAX * 3 // 4
+        taken = [await port.fill(Caller(Role.CLIENT, f"c{number}")) for number in range(12)]
+        assert taken == sorted(taken, reverse=True)
+        assert sum(taken[:4]) < 0.7 * CALLS_MAX * 3 // 4
+        assert taken[-1] > 10
+        for number in range(12, 100):
+            taken.append(await port.fill(Caller(Role.CLIENT, f"c{number}")))
+        assert sum(taken) == CALLS_MAX * 3 // 4
         assert await port.call(SERVER)
         assert await port.fill(OPERATOR) == CALLS_MAX // 4 - 1
         await port.let_go()
@@ -116,7 +132,7 @@ def test_half_of_that_quarter_is_for_renewals_of_sessions_too() -> None:
     """Sessions live on though all other places are taken, and operators and servers still have places."""
 
     async def scenario() -> None:
-        port, clients = Port(), [Caller(Role.CLIENT, f"c{number}") for number in range(10)]
+        port, clients = Port(), [Caller(Role.CLIENT, f"c{number}") for number in range(100)]
         for client in clients:
             await port.fill(client)
         renewals = [await port.fill(client, "RenewSession") for client in clients]
@@ -129,19 +145,46 @@ def test_half_of_that_quarter_is_for_renewals_of_sessions_too() -> None:
 
 
 def test_a_call_that_waits_gives_its_place_back() -> None:
-    """One with a large request keeps it, as that request stays in memory. Who goes on has a place again."""
+    """Who goes on has a place again."""
 
     async def scenario() -> None:
         port, client = Port(), Caller(Role.CLIENT, "c")
-        most = CALLS_PER_CERTIFICATE_MAX * 3 // 4
-        small, large = (pb.CreateBufferRequest(name="w", packed_metadata=bytes(size)) for size in (10, 5000))
-        for _ in range(2 * most):
-            assert await port.call(client, "CreateBuffer", small, waits=True)
-        for _ in range(10):
-            assert await port.call(client, "CreateBuffer", large, waits=True)
-        assert await port.fill(client) == most - 10
+        request = pb.CreateBufferRequest(name="w")
+        for _ in range(2 * OWN):
+            assert await port.call(client, "CreateBuffer", request, waits=True)
+        assert await port.fill(client) == OWN
         await port.let_go()
-        assert await port.fill(client) == most
+        assert await port.fill(client) == OWN
+        await port.let_go()
+
+    asyncio.run(scenario())
+
+
+def test_large_requests_have_places_of_their_own() -> None:
+    """From their arrival to their end, also while their calls wait, since they stay in memory. They had places of all
+    calls, so those of four certificates kept small calls of all others out.
+    """
+
+    async def scenario() -> None:
+        port, clients = Port(), [Caller(Role.CLIENT, f"c{number}") for number in range(5)]
+
+        async def large(who: Caller) -> bool:
+            request = pb.CreateBufferRequest(name="w", packed_metadata=bytes(5000))
+            return await port.call(who, "CreateBuffer", request, waits=True, busy_with="requests of more than 4096")
+
+        taken = []
+        for client in clients[:4]:
+            taken.append(0)
+            while await large(client):
+                taken[-1] += 1
+        assert taken[0] == LARGE_REQUESTS_MAX * 3 // 4 // 4
+        assert sum(taken) < 0.7 * LARGE_REQUESTS_MAX * 3 // 4
+        assert await large(clients[4])
+        for client in clients[:4]:
+            assert await port.call(client, "CreateBuffer", pb.CreateBufferRequest(name="w"))
+        assert await port.fill(clients[4]) == (CALLS_MAX * 3 // 4 - 4 + 3) // 4
+        await port.let_go()
+        assert await large(clients[0])
         await port.let_go()
 
     asyncio.run(scenario())
@@ -157,11 +200,10 @@ def test_who_waits_for_a_creation_takes_no_place(tmp_path: Path) -> None:
             await register(log, "a")
             port.service = service_of(log, servers)
             request = pb.CreateBufferRequest(name="w", shape=(8,), dtype="float32", exist_ok=True)
-            most = CALLS_PER_CERTIFICATE_MAX * 3 // 4
             assert await port.call(client, "CreateBuffer", request)
             while not log.state.buffers or servers.waits:
                 await asyncio.sleep(0)
-            for _ in range(most - 1):
+            for _ in range(OWN - 1):
                 assert await port.call(client, "CreateBuffer", request)
             await asyncio.sleep(0)
             while not await port.call(client):  # once they wait, and have given their places back
@@ -169,10 +211,10 @@ def test_who_waits_for_a_creation_takes_no_place(tmp_path: Path) -> None:
             port.cancel()
             port.cancel()
             await asyncio.sleep(0)
-            assert await port.fill(client) == most - 1
+            assert await port.fill(client) == OWN - 1
             made.set()
             await port.let_go()
-            assert await port.fill(client) == most
+            assert await port.fill(client) == OWN
             await port.let_go()
 
     asyncio.run(scenario())

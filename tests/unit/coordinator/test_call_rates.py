@@ -16,7 +16,6 @@ import pytest
 from smb.coordinator import call_places, call_rates
 from smb.coordinator.call_places import BusyError, CallPlaces
 from smb.coordinator.call_rates import MANY, OTHERS_S, SAVED_S, SHARE, SHARE_OF_MANY, CallRates, LoopTime, busy_s
-from smb.coordinator.limits import CALLS_PER_CERTIFICATE_MAX
 from smb.rpc import control_pb2 as pb
 from smb.security import roles
 from smb.security.roles import Caller, Role
@@ -460,21 +459,27 @@ def test_a_call_that_is_to_wait_begins_later_and_operators_never_wait(
     )
 
 
-def test_only_a_large_request_has_a_place_while_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that thousands can wait, and places bound what requests take."""
-    monkeypatch.setattr(call_places, "CALLS_PER_CERTIFICATE_MAX", 8)
-    assert CALLS_PER_CERTIFICATE_MAX > 8
+def test_large_requests_that_wait_have_places_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that thousands can wait, and what their requests take is bounded. A refusal waits for its turn as well, since
+    who floods would ask again at once; its request takes nothing meanwhile. Small calls begin beside them.
+    """
+    monkeypatch.setattr(call_places, "LARGE_REQUESTS_MAX", 32)
 
     async def scenario() -> None:
-        port = Port([True] * 106)
+        port = Port([*[True] * 108, False, False])
         small, large = (pb.CreateBufferRequest(name="w", packed_metadata=bytes(size)) for size in (10, 5000))
         waiting = [port.call(READER, "CreateBuffer", small) for _ in range(100)]
-        waiting += [port.call(READER, "CreateBuffer", large) for _ in range(6)]
+        requests = [pb.CreateBufferRequest.FromString(large.SerializeToString()) for _ in range(8)]
+        waiting += [port.call(READER, "CreateBuffer", each) for each in requests]
         await asyncio.sleep(0)
         await asyncio.sleep(0)
-        with pytest.raises(BusyError, match=r"6 calls of .* in progress already"):
+        assert [each.ByteSize() > 0 for each in requests] == [True] * 6 + [False] * 2
+        with pytest.raises(BusyError, match=r"6 requests of more than 4096 bytes of .* in progress already") as refused:
             await port.call(READER, "CreateBuffer", large)
+        assert refused.value.outcome == "not applied"
         assert not port.begun
+        await port.call(READER, "CreateBuffer", small)
+        assert port.begun == ["CreateBuffer"]
         for each in waiting:
             each.cancel()
         await asyncio.wait(waiting)
