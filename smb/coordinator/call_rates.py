@@ -12,9 +12,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from smb.coordinator.limits import CALLS_WAITING_MAX, CALLS_WAITING_PER_CERTIFICATE_MAX
+from smb.coordinator.limits import CALLS_WAITING_MAX, has_room
 
-SHARE = 0.5  # of the loop's time, for a certificate that asks without pause while others ask, too
+SHARE = 0.5  # of the loop's time, for all certificates together that ask without pause while others ask, too
 SHARE_OF_MANY = 0.25  # while more than MANY of its calls wait: then they are taken faster from gRPC's queue
 MANY = 64
 SAVED_S = 1.0  # of the loop's time, which such a certificate may take at once if it has asked little before
@@ -88,9 +88,8 @@ class _Bucket:
         """Return whether a call may begin. It may cost more than is left: later calls wait longer then."""
         return self.full_at - now < SAVED_S / SHARE
 
-    def take(self, seconds: float, now: float) -> None:
+    def take(self, seconds: float, now: float, share: float) -> None:
         """Charge that much of the loop's time; less than 0: give back."""
-        share = SHARE_OF_MANY if len(self.waiting) > MANY else SHARE
         self.full_at = max(now, self.full_at) + seconds / share
 
 
@@ -108,6 +107,7 @@ class CallRates:
         self._inside_s = 0.0  # in the handlers of these
         self._last = ""  # the certificate of the last call
         self._several_until = 0.0
+        self._asking = 0  # buckets that were not full at the last measurement: so many certificates ask without pause
         self._buckets: dict[str, _Bucket] = {}
         self._waiting: Counter[str] = Counter()  # by certificate
         self._crowded: dict[_Bucket, None] = {}  # those of which calls wait; the first has its turn
@@ -135,10 +135,9 @@ class CallRates:
         if not bucket.waiting and self._may_begin(bucket, now):
             self._let_begin(bucket, turn, now)
             return turn
-        if self._waiting[certificate] >= CALLS_WAITING_PER_CERTIFICATE_MAX:
-            raise asyncio.QueueFull(f"{CALLS_WAITING_PER_CERTIFICATE_MAX} calls of the same certificate wait already")
-        if self._waiting.total() >= CALLS_WAITING_MAX:
-            raise asyncio.QueueFull(f"{CALLS_WAITING_MAX} calls wait already")
+        own, all_waiting = self._waiting[certificate], self._waiting.total()
+        if not has_room(own, CALLS_WAITING_MAX - all_waiting):
+            raise asyncio.QueueFull(f"{all_waiting} calls wait already, {own} of the same certificate")
         bucket.waiting[turn] = None
         self._crowded[bucket] = None
         self._waiting[certificate] += 1
@@ -162,7 +161,11 @@ class CallRates:
         bucket = self._buckets.setdefault(f"{certificate} {kind}", _Bucket())
         bucket.call_s += (seconds - bucket.call_s) / 8
         if charged_s != _FREE:
-            bucket.take(seconds - charged_s, now)
+            bucket.take(seconds - charged_s, now, self._share(bucket))
+
+    def _share(self, bucket: _Bucket) -> float:
+        """Return which part of the loop's time a certificate gets now."""
+        return min(SHARE_OF_MANY if len(bucket.waiting) > MANY else SHARE, SHARE / max(self._asking, 1))
 
     def _may_begin(self, bucket: _Bucket, now: float) -> bool:
         return now >= self._several_until or bucket.has_some(now)
@@ -174,7 +177,7 @@ class CallRates:
         if now >= self._several_until:
             turn.set_result(_FREE)
         else:
-            bucket.take(self._outside_s + bucket.call_s, now)
+            bucket.take(self._outside_s + bucket.call_s, now, self._share(bucket))
             turn.set_result(bucket.call_s)
 
     def _begin_round(self) -> None:
@@ -226,3 +229,4 @@ class CallRates:
             self._outside_s = min(max(outside_s, 0.0), _OUTSIDE_MAX_S)
         self._since, self._busy_s, self._calls, self._inside_s = now, busy_s, 0, 0.0
         self._buckets = {name: each for name, each in self._buckets.items() if each.waiting or each.full_at > now}
+        self._asking = len(self._buckets)

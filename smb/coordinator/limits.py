@@ -11,13 +11,12 @@ SESSIONS_PER_CERTIFICATE_MAX = 32_768  # so that one certificate cannot take all
 CALLS_MAX = 2048  # in progress at the port for all; a quarter is for operators and memory servers alone
 LARGE_REQUESTS_MAX = 1024  # at that port, in progress or waiting; each takes up to 1 MiB, so all 1 GiB
 CALLS_WAITING_MAX = 32_768  # until they may begin; each takes 16 KiB, so all 512 MiB
-CALLS_WAITING_PER_CERTIFICATE_MAX = 16_384  # so that one cannot take all of these
 FILE_ATTRIBUTES_USUAL_BYTES = 128  # rights, times and an owner, of all buffers 16 MiB; longer ones count as metadata
 METADATA_BYTES_MAX = 16 << 20  # packed metadata of all buffers: it is held in memory, and read whole at each start
 
 
 def has_room(own: int, free: int) -> bool:
-    """Return whether a certificate that has `own` places gets one more of those that are free. Each gets a quarter of
-    the free places at most, so however many certificates take what they get, there are free ones for the next.
+    """Return whether a certificate that has `own` places gets one more of those that are free. Alone it gets a quarter
+    of all, and the next one a quarter of the rest, so however many take what they get, some are left.
     """
     return free > 0 and 3 * own < free

@@ -118,6 +118,27 @@ def test_a_certificate_of_which_many_calls_wait_has_a_smaller_share() -> None:
     run(scenario)
 
 
+@pytest.mark.parametrize("crowds", [1, 4, 16])
+def test_certificates_that_ask_without_pause_share_half_of_the_time(crowds: int) -> None:
+    """Each of four had a quarter of it, so nothing was left for others, and gRPC's queue stayed long."""
+
+    async def scenario() -> None:
+        loop = Loop().with_others()
+        names = [f"flood{number}" for number in range(crowds)]
+        for name in names:
+            loop.rates.begin(name)
+            loop.rates._buckets[f"{name} "].take(100 * SAVED_S, loop.now, SHARE)
+        loop.answer(100, 1.0)
+        turns = [loop.rates.begin(name) for name in names for _ in range(4 * MANY)]
+        for bucket in loop.rates._buckets.values():
+            bucket.full_at = min(bucket.full_at, loop.now + SAVED_S / SHARE)  # they have taken what they saved
+        begun = [await loop.after(0.002, turns) for _ in range(200)][-1]
+        assert begun == pytest.approx((SHARE_OF_MANY if crowds == 1 else SHARE) * 0.4 / COST_S, abs=2 * crowds)
+        assert loop.begin("other") is None
+
+    run(scenario)
+
+
 def test_a_certificate_that_asks_alone_does_not_wait() -> None:
     """From the first call of another one on it does, until that one has not called for a while."""
 
@@ -162,7 +183,7 @@ def test_calls_of_another_kind_have_a_bucket_of_their_own() -> None:
 
 
 def test_no_more_calls_wait_than_may_and_who_goes_away_leaves_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(call_rates, "CALLS_WAITING_PER_CERTIFICATE_MAX", 100)
+    monkeypatch.setattr(call_rates, "CALLS_WAITING_MAX", 400)  # of which one certificate gets a quarter
 
     async def scenario() -> None:
         loop = Loop().with_others()
@@ -181,30 +202,31 @@ def test_no_more_calls_wait_than_may_and_who_goes_away_leaves_room(monkeypatch: 
 
 
 def test_calls_of_all_certificates_that_wait_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls of both kinds together, of one certificate and of all. A call that need not wait begins nevertheless."""
-    monkeypatch.setattr(call_rates, "CALLS_WAITING_PER_CERTIFICATE_MAX", 10)
-    monkeypatch.setattr(call_rates, "CALLS_WAITING_MAX", 15)
+    """Calls of both kinds together, of one certificate and of all: each leaves room for the next. A call that need not
+    wait begins nevertheless.
+    """
+    monkeypatch.setattr(call_rates, "CALLS_WAITING_MAX", 40)
 
     async def scenario() -> None:
         loop = Loop().with_others()
         for who in ("flood", "other"):
             for kind in ("", "sessions"):
                 loop.begin(who, kind)
-                loop.rates._buckets[f"{who} {kind}"].take(1000.0, loop.now)
+                loop.rates._buckets[f"{who} {kind}"].take(1000.0, loop.now, SHARE)
         waiting = [loop.rates.begin("flood", kind) for kind in ("", "sessions") for _ in range(5)]
         for kind in ("", "sessions"):
-            with pytest.raises(asyncio.QueueFull, match=r"^10 calls of the same certificate wait already"):
+            with pytest.raises(asyncio.QueueFull, match=r"^10 calls wait already, 10 of the same certificate$"):
                 loop.begin("flood", kind)
-        for _ in range(5):
+        for _ in range(8):  # 3 * 8 are more than the other 40 - 10 - 8
             assert loop.begin("other") is not None
-        with pytest.raises(asyncio.QueueFull, match=r"^15 calls wait already"):
+        with pytest.raises(asyncio.QueueFull, match=r"^18 calls wait already, 8 of the same certificate$"):
             loop.begin("other", "sessions")
         assert loop.begin("third") is None
         for turn in waiting:
             turn.cancel()
         await asyncio.sleep(0)
         assert loop.begin("other", "sessions") is not None
-        assert loop.rates._waiting == {"other": 6}
+        assert loop.rates._waiting == {"other": 9}
 
     run(scenario)
 
@@ -234,7 +256,7 @@ def test_waiting_calls_begin_while_the_loop_is_idle() -> None:
         waiting: dict[str, list[asyncio.Future[float]]] = {"flood": [], "other": [], "many": []}
         for who, turns in waiting.items():
             loop.begin(who)
-            loop.rates._buckets[f"{who} "].take(1000.0, loop.now)  # nothing begins by its share
+            loop.rates._buckets[f"{who} "].take(1000.0, loop.now, SHARE)  # nothing begins by its share
             turns += [loop.rates.begin(who) for _ in range(3 * MANY if who == "many" else MANY // 2)]
         full_at = [bucket.full_at for bucket in loop.rates._buckets.values()]
         every = [turn for turns in waiting.values() for turn in turns]
@@ -282,7 +304,7 @@ def test_calls_that_wait_begin_once_their_certificate_asks_alone() -> None:
         loop.flood()
         waiting = [turn for _ in range(MANY // 2) if (turn := loop.begin()) is not None]
         bucket = loop.rates._buckets["flood "]
-        bucket.take(10_000.0, loop.now)
+        bucket.take(10_000.0, loop.now, SHARE)
         assert await loop.after(OTHERS_S - 1, waiting) == 0
         assert await loop.after(2, waiting) == len(waiting)
 
