@@ -235,7 +235,7 @@ def server_drained(state: State, event: ServerDrained, now: Instant) -> Step:
     return replace(state, servers={**state.servers, event.name: server}), (SaveServer(server), report)
 
 
-def server_counted(state: State, event: ServerCounted, _: Instant) -> Step:
+def server_counted(state: State, event: ServerCounted, now: Instant) -> Step:
     """Record how much memory of a server is used, and which segment it dropped. That segment is also removed from its
     list, because the server may have registered with it meanwhile, and from the list of a registration in progress.
     """
@@ -243,9 +243,13 @@ def server_counted(state: State, event: ServerCounted, _: Instant) -> Step:
         drops = state.drops.get(event.name, Drops()).with_one(event.dropped)
         state = replace(state, drops={**state.drops, event.name: drops})
     known = state.servers.get(event.name)
-    if known is None or known.instance_id != event.instance_id:
+    if known is None:
         return state, ()
     beside = state.unexplained.get(event.name, {})
+    if known.instance_id != event.instance_id:
+        # A process of a release that does not read `instance_id` takes a drop that is meant for the process before it,
+        # perhaps after it listed the segment. Another list tells whether it is still there.
+        return server_suspected(state, ServerSuspected(event.name), now) if event.dropped in beside else (state, ())
     if event.dropped in beside:
         state = replace(state, unexplained={**state.unexplained, event.name: without(beside, event.dropped)})
     server = replace(known, used_bytes=event.used_bytes)

@@ -402,6 +402,19 @@ def test_counts_of_an_earlier_run_are_ignored(cluster: Cluster) -> None:
     assert cluster.state.servers["a"].used_bytes == 4096
 
 
+def test_what_an_earlier_run_is_said_to_have_dropped_is_looked_for(cluster: Cluster) -> None:
+    """A next process of an earlier release takes such a drop, maybe after it listed the segment. It tells again."""
+    cluster.do(registration(cluster.state, server("a", 2), {77, 78}, stamps=()))
+    cluster.do(ServerCounted("a", 1, 0, dropped=79))
+    cluster.renew("a", 2)
+    cluster.do(ServerCounted("a", 1, 0, dropped=77))
+    assert 77 in cluster.state.unexplained["a"]  # as long as nobody knows
+    with pytest.raises(errors.NotFoundError, match="must register again"):
+        cluster.renew("a", 2)
+    cluster.do(registration(cluster.state, server("a", 2), {78}, stamps=()))
+    assert cluster.state.unexplained["a"].keys() == {78}
+
+
 def test_a_restart_asks_servers_to_register(cluster: Cluster) -> None:
     """From the records alone: ready buffers are there; servers live one lease but must report."""
     ready = cluster.create("w")
