@@ -34,19 +34,26 @@ class BesideLoop:
         return await self.in_turn(key, turn)
 
     async def in_turn(self, key: str, turn: Callable[[], Awaitable[Result]]) -> Result:
-        """Return what `turn` returns, which uses `in_thread` once it is this call's turn. It goes on if its caller is
-        cancelled, and keeps its turn, because a thread cannot be stopped.
+        """Return what `turn` returns, which uses `in_thread` once it is this call's turn. A turn that has begun goes on
+        if its caller is cancelled, and is kept, because a thread cannot be stopped. One that has not begun is given up:
+        it would hold its request, and callers that go away at once would leave more of these than any bound allows.
         """
-        task = asyncio.create_task(self._run(key, turn))
+        begun = asyncio.Event()
+        task = asyncio.create_task(self._run(key, turn, begun))
         self._under_way.add(task)
         task.add_done_callback(self._over)
         try:
             return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if not begun.is_set():
+                task.cancel()
+            raise
         finally:
             del task  # an error's traceback has this frame: with the task it would be a cycle that keeps the request
 
-    async def _run(self, key: str, turn: Callable[[], Awaitable[Result]]) -> Result:
+    async def _run(self, key: str, turn: Callable[[], Awaitable[Result]], begun: asyncio.Event) -> Result:
         async with self._by_certificate.setdefault(key, asyncio.Lock()), self._one_at_a_time:
+            begun.set()
             return await turn()
 
     def _over(self, task: asyncio.Task[Any]) -> None:
