@@ -187,7 +187,12 @@ class Daemon:
         return self.process.wait(DEADLINE_S)
 
     def _ready(self) -> dict[str, Any]:
-        wait_for(lambda: self.ready_file.exists() or self.process.poll() is not None, f"ready file {self.ready_file}")
+        try:
+            wait_for(
+                lambda: self.ready_file.exists() or self.process.poll() is not None, f"ready file {self.ready_file}"
+            )
+        except AssertionError as late:
+            raise AssertionError(f"{late}; what the daemon waits for is in its log:\n{self.log.read_text()}") from None
         assert self.process.poll() is None, f"the daemon died:\n{self.log.read_text()}"
         found: dict[str, Any] = json.loads(self.ready_file.read_text())
         assert found["pid"] == self.pid
