@@ -121,7 +121,7 @@ def test_a_certificate_with_many_large_requests_is_refused_more(guarded: smb.Loc
 def test_four_certificates_with_large_and_small_requests_keep_nobody_out(
     guarded: smb.LocalCluster, certificates: Path, tmp_path: Path
 ) -> None:
-    """Each has 384 large requests that wait for a server which stands still, and 800 small ones in flight. Their large
+    """Each has 384 large requests that wait for a server which stands still, and 300 small ones in flight. Their large
     requests had all places, and of 33 small calls of another client 32 were refused. Now every call of the other client
     is answered, operators' are, and what is refused says why.
     """
@@ -146,11 +146,11 @@ def test_four_certificates_with_large_and_small_requests_keep_nobody_out(
             flooding.enter_context(stopped(guarded.servers[1].pid))
             asked = [ask() for ask in asks for _ in range(384)]
             for name in names:
-                flooding.enter_context(flooded(guarded.address, tmp_path / name, in_flight=800))
+                flooding.enter_context(flooded(guarded.address, tmp_path / name, in_flight=300))
             refused = {each.exception() for each in asked if each.done()} - {None}
             for _ in range(33):
                 ours["client"].ListServers(pb.ListServersRequest(), timeout=60)
-            for number in range(5):
+            for number in range(3):
                 made = client.create(f"beside{number}", 4, servers=["server-0"], metadata={"large": "x" * 9000})
                 assert client.open(made.name).shape == (4,)
                 client.delete(made.name)
