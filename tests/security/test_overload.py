@@ -98,10 +98,10 @@ def test_a_certificate_with_many_large_requests_is_refused_more(guarded: smb.Loc
         session = stub.OpenSession(pb.OpenSessionRequest(client_name="many"), timeout=20)
         ask = _large_creation(stub, "slow")
         with stopped(guarded.servers[1].pid):
-            asked = [ask() for _ in range(480)]
+            asked = [ask() for _ in range(256)]
             renewal = pb.RenewSessionRequest(session_id=session.session_id, session_secret=session.session_secret)
             stub.RenewSession(renewal, timeout=20)
-            assert _alive(guarded.address, certificates / "operator") >= {"server-0", "server-1"}
+            assert "server-0" in _alive(guarded.address, certificates / "operator")
             refused = asked[-1].exception()
             assert refused.code() is grpc.StatusCode.UNAVAILABLE
             assert dict(refused.trailing_metadata()).items() >= {BUSY: "1", OUTCOME: "not applied"}.items()
@@ -121,7 +121,7 @@ def test_a_certificate_with_many_large_requests_is_refused_more(guarded: smb.Loc
 def test_four_certificates_with_large_and_small_requests_keep_nobody_out(
     guarded: smb.LocalCluster, certificates: Path, tmp_path: Path
 ) -> None:
-    """Each has 384 large requests that wait for a server which stands still, and 300 small ones in flight. Their large
+    """Each has 384 large requests that wait for a server which stands still, and 120 small ones in flight. Their large
     requests had all places, and of 33 small calls of another client 32 were refused. Now every call of the other client
     is answered, operators' are, and what is refused says why.
     """
@@ -132,30 +132,27 @@ def test_four_certificates_with_large_and_small_requests_keep_nobody_out(
         connect = partial(smb.connect, guarded.address, timeout=60)
         client = held.enter_context(connect(credentials=certificates / "client"))
         operator = held.enter_context(connect(credentials=certificates / "operator"))
-        theirs, ours = (
-            {
-                name: CoordinatorStub(  # type: ignore[no-untyped-call]
-                    held.enter_context(channel(guarded.address, COORDINATOR_NAME, load_directory(of / name)))
-                )
-                for name in who
-            }
-            for of, who in ((tmp_path, names), (certificates, ["client"]))
-        )
-        asks = [_large_creation(stub, name) for name, stub in theirs.items()]
+
+        def stub(credentials: Path) -> CoordinatorStub:
+            way = channel(guarded.address, COORDINATOR_NAME, load_directory(credentials))
+            return CoordinatorStub(held.enter_context(way))  # type: ignore[no-untyped-call]
+
+        ours = stub(certificates / "client")
+        asks = [_large_creation(stub(tmp_path / name), name) for name in names]
         with ExitStack() as flooding:
             flooding.enter_context(stopped(guarded.servers[1].pid))
             asked = [ask() for ask in asks for _ in range(384)]
             for name in names:
-                flooding.enter_context(flooded(guarded.address, tmp_path / name, in_flight=300))
-            refused = {each.exception() for each in asked if each.done()} - {None}
+                flooding.enter_context(flooded(guarded.address, tmp_path / name, in_flight=120))
             for _ in range(33):
-                ours["client"].ListServers(pb.ListServersRequest(), timeout=60)
+                ours.ListServers(pb.ListServersRequest(), timeout=60)
+            large = secrets.token_hex(8192)
             for number in range(3):
-                made = client.create(f"beside{number}", 4, servers=["server-0"], metadata={"large": "x" * 9000})
+                made = client.create(f"beside{number}", 4, servers=["server-0"], metadata={"large": large})
                 assert client.open(made.name).shape == (4,)
                 client.delete(made.name)
             assert "server-0" in {server.name for server in operator.servers() if server.alive}
-        refused |= {each.exception() for each in asked} - {None}
+        refused = {each.exception() for each in asked} - {None}
         for name in names:
             client.delete(name, missing_ok=True)
     said = {str(each.details()) for each in refused}
