@@ -50,10 +50,14 @@ from smb.train.join_locks import giving_back, keeping, setup_lock
 from smb.train.members import Member
 from smb.train.optimizers import OptimizerUsed
 from smb.train.parameters import Parameters
-from smb.train.scheme import Json, Scheme, Span, Values, scheme_of
+from smb.train.scheme import Json, Scheme, Span, Values, is_whole, scheme_of
 from smb.train.time_spent import TimeSpent
+from smb.train.traits import ROUNDS
 
 METADATA = "smb.train"
+# In the settings of a training with rounds: its number of slots. Releases that knew tables of t.SLOTS alone refuse a
+# training with this setting; they would decide its rounds in other columns. Trainings that they made lack it.
+_MEMBERS = "members"
 LEASE_S = 10.0
 BUILT, ATTEMPT = 1, 2  # flags in the table's word ROUND
 _PLACEMENT = {"servers", "stripe", "wire", "replicas"}
@@ -89,7 +93,7 @@ class Group:
         self.name = name
         self.weights = weights
         try:
-            self.scheme = scheme_of(settings["scheme"], settings["settings"])
+            self.scheme = _scheme_in(settings)
             self.guards = Guards(**settings["guards"])
             self.lease = float(settings["lease"])
         except (KeyError, TypeError, ValueError) as error:  # other programs may store any metadata
@@ -448,11 +452,13 @@ def enter(
     guards: Guards | None,
     lease: float | None,
     run: Callable[[Group], Made],
+    *,
+    members: int | None = None,
     **placement: Any,
 ) -> Made:
     """Take a slot in the group of that name, which is made from the present values if it does not exist. Return what
     `run` returns for the group; run() is called under the setup lock and makes or opens all buffers that the member
-    needs.
+    needs. `members` is the number of slots of a group that is made; None: as many as the scheme takes.
 
     scheme=None adopts the group's settings. The values stay as they are. Raises InvalidArgumentError, NotFoundError,
     OutOfMemoryError; after an error nothing of this join remains.
@@ -470,7 +476,7 @@ def enter(
                     raise _nobody(name)
                 scheme.check(name, parameters)
                 check_lease(f"join of training {name!r}", lease)
-                settings = settings_of(scheme, guards or Guards(), LEASE_S if lease is None else lease)
+                settings = settings_of(scheme, guards or Guards(), LEASE_S if lease is None else lease, members)
                 group = _made(client, name, parameters, settings, placement, setup)
             else:
                 _compare(group, scheme, guards, lease, replicas, placement.get("wire"))
@@ -664,9 +670,30 @@ def copies_of(client: Client, name: str, asked: int | None) -> int | None:
         return None
 
 
-def settings_of(scheme: Scheme, guards: Guards, lease: float) -> dict[str, Json]:
-    """Return a group's settings as its metadata has them."""
-    return {"scheme": scheme.NAME, "settings": scheme.settings(), "guards": guards.settings(), "lease": lease}
+def settings_of(scheme: Scheme, guards: Guards, lease: float, members: int | None = None) -> dict[str, Json]:
+    """Return a new group's settings as its metadata has them. `members` is the number of its slots; None: as many as
+    the scheme takes.
+    """
+    own, slots = scheme.settings(), members or scheme.MEMBERS_MAX
+    if scheme.traits.way == ROUNDS and slots > t.SLOTS:
+        own |= {_MEMBERS: slots}
+    return {"scheme": scheme.NAME, "settings": own, "guards": guards.settings(), "lease": lease}
+
+
+def _slots_of(settings: dict[str, Json], scheme: Scheme) -> int:
+    """Return the number of slots of a new group with these settings."""
+    return int(settings["settings"].get(_MEMBERS, t.SLOTS)) if scheme.traits.way == ROUNDS else scheme.MEMBERS_MAX
+
+
+def _scheme_in(settings: dict[str, Json]) -> Scheme:
+    """Return the scheme of a group with these settings. Raises InvalidArgumentError, and KeyError, TypeError or
+    ValueError if these are no group's settings.
+    """
+    own = dict(settings["settings"])
+    slots = own.pop(_MEMBERS, t.SLOTS)
+    if not is_whole(slots, 1, t.SLOTS_MAX):
+        raise InvalidArgumentError(f"it has {slots!r} slots, and this version takes up to {t.SLOTS_MAX}")
+    return scheme_of(settings["scheme"], own)
 
 
 def leftovers(client: Client, name: str) -> list[str]:
@@ -776,14 +803,15 @@ def _made(
     """
     remove_leftovers(client, name, setup.check)
     metadata = {**placement.pop("metadata", {}), METADATA: settings}
-    scheme = scheme_of(settings["scheme"], settings["settings"])
+    scheme = _scheme_in(settings)
     with room(name, scheme, 4 * parameters.size), contextlib.ExitStack() as on_failure:
         on_failure.callback(_undo, client, name, setup)
         weights = client.create(name, parameters.size, "float32", metadata=metadata, **placement)
         copies = weights.info.replicas
         client.create(f"{name}/tick", 1, "int64", servers=1, replicas=copies)
-        shape = (1 + scheme.MEMBERS_MAX, t.FIELDS)
-        table = t.Table(client.create(f"{name}/members", shape, "int64", servers=1, replicas=copies))
+        shape = (1 + _slots_of(settings, scheme), t.FIELDS)
+        rows = client.create(f"{name}/members", shape, "int64", servers=1, stripe=t.STRIPE, replicas=copies)
+        table = t.Table(rows)
         parameters.store(weights)
         table.add(0, t.READY, 1)
         group = Group(client, name, weights, settings)

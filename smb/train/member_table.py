@@ -1,8 +1,9 @@
 """The table of a group: one row for the group and one for each member. Members tell each other everything through it.
 
-The table is an int64 buffer, (1 + slots) x FIELDS, small enough for one chunk, so that one read shows everything. How
-many slots there are depends on the scheme: SLOTS with rounds, whose members are a set in one word, up to SLOTS_MAX
-without. Slots are taken from the lowest on, and a read leaves out the rows above the highest slot that was ever taken.
+The table is an int64 buffer, (1 + slots) x FIELDS, small enough for one chunk, so that one read shows everything. It
+has SLOTS_MAX slots, or fewer if the scheme can't tell so many apart; trainings with rounds that were made before a
+round could have more have SLOTS. Slots are taken from the lowest on, and a read leaves out the rows above the highest
+slot that was ever taken.
 
 Words that decide something are changed by compare_swap alone, and contain the incarnation of their owner. So a member
 that was stopped for long, and whose slot has another owner now, changes nothing. Words that only inform are written
@@ -18,9 +19,12 @@ from numpy.typing import NDArray
 
 from smb.buffer import Buffer
 
-SLOTS = 48  # members at a time with rounds; a set of slots and 16 bits of a round's number fit one word
-SLOTS_MAX = 512  # without rounds: half of a chunk of the default size
+SLOTS = 48  # so many slots, as a set, and 16 bits of a round's number fit one word
+SLOTS_MAX = 512  # half of a chunk of the default size
 FIELDS = 32
+STRIPE = (
+    256 << 10
+)  # of a table's buffer, whatever the cluster's is: the whole table is one chunk, so a read is one moment
 ROUND_SHIFT = 24
 
 # ---- the group's row, by column
@@ -30,9 +34,11 @@ READY = 2  # 1 once the group is complete, DELETED once its deletion has begun
 DELETED = 2
 GROUP_EXTRA = 3  # 3 to 15 belong to the scheme
 GROUP_EXTRA_END = 16
-DECIDED = 16  # 16 to 31 (rounds.py): the members that count in round r, in column DECIDED + r % DECIDED_KEPT
+# The members that count in a round (rounds.py), one word for each SLOTS slots. Table.decision says where they are.
+DECIDED = 16  # to 31, in a table with at most SLOTS slots: the word of round r is in column DECIDED + r % DECIDED_KEPT
 DECIDED_KEPT = 16
-USED = DECIDED  # in a table with more than SLOTS slots: the number of slots up to the highest that was ever taken
+USED = 16  # in a table with more than SLOTS slots: the number of slots up to the highest that was ever taken
+DECIDED_WIDE = 17  # to 27, there: each round's words take the place of those of the round before
 
 # ---- a member's row
 INCARNATION = 0  # 0: the slot is free
@@ -82,9 +88,31 @@ class Table:
         rows: Rows = np.zeros(self.buffer.shape, np.int64)
         while True:
             self.buffer.read(0, (1 + self._shown) * FIELDS, out=rows[: 1 + self._shown])
-            if self.slots <= SLOTS or rows[0, USED] <= self._shown:
+            if self._all_read(rows):
                 return rows
-            self._shown = min(int(rows[0, USED]), self.slots)
+
+    def _all_read(self, rows: Rows) -> bool:
+        """Return True if no slot that was ever taken is missing in these rows. Otherwise the next read includes it."""
+        if self.slots <= SLOTS or rows[0, USED] <= self._shown:
+            return True
+        self._shown = min(int(rows[0, USED]), self.slots)
+        return False
+
+    def decision(self, number: int, rows: Rows) -> range:
+        """Return the columns of the group's row with the members that count in a round: bit b of word i is slot
+        SLOTS * i + b. There are words for all slots that were ever taken as of `rows`.
+        """
+        if self.slots <= SLOTS:
+            column = DECIDED + number % DECIDED_KEPT
+            return range(column, column + 1)
+        used = max(1, min(int(rows[0, USED]), self.slots))
+        return range(DECIDED_WIDE, DECIDED_WIDE + -(-used // SLOTS))
+
+    def tag(self, number: int) -> int:
+        """Return the fifteen bits by which a word of a decision shows its round. A word that was never written has 0,
+        and in a large table it may be read in any round: its slots may be taken late.
+        """
+        return (number + 1) & 0x7FFF if self.slots <= SLOTS else number % 0x7FFF + 1
 
     def show(self, slot: int) -> None:
         """Let every read include this slot's row from now on. Call it before anything is written there. At most one
@@ -95,14 +123,17 @@ class Table:
             self._shown = slot + 1
 
     def raise_to(self, row: int, column: int, value: int) -> Rows:
-        """Set one element to the larger of its value and `value`, and return all rows as they are afterwards. One call.
+        """Set one element to the larger of its value and `value`, and return all rows as they are afterwards. One call,
+        or two if slots beyond SLOTS were taken since the last read.
 
         For words that only grow, whoever writes them.
         """
-        least = np.full(self.buffer.shape, np.iinfo(np.int64).min, np.int64)
+        shown = 1 + max(row, self._shown)
+        least = np.full((shown, FIELDS), np.iinfo(np.int64).min, np.int64)
         least[row, column] = value
-        rows: Rows = np.asarray(self.buffer.accumulate(least, op="max", fetch=True)).reshape(self.buffer.shape)
-        return rows
+        rows: Rows = np.zeros(self.buffer.shape, np.int64)
+        rows[:shown] = np.asarray(self.buffer.accumulate(least.ravel(), 0, op="max", fetch=True)).reshape(shown, FIELDS)
+        return rows if self._all_read(rows) else self.read()
 
     def raise_all(self, rows: Sequence[int], column: int, value: int) -> None:
         """Set one element of each of these rows to the larger of its value and `value`. One small call."""

@@ -413,7 +413,7 @@ def _make(
         return buffer
 
     shape = (1 + head.scheme.MEMBERS_MAX, t.FIELDS)
-    members = t.Table(new(f"{name}/members", shape, "int64", servers=1))
+    members = t.Table(new(f"{name}/members", shape, "int64", servers=1, stripe=t.STRIPE))
     new(f"{name}/tick", 1, "int64", servers=1)
     weights = new(name, fields["size"], "float32", metadata=metadata, **placement)
     for each, info in (weights.table or _whole(weights.size)).items():

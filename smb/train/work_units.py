@@ -420,7 +420,8 @@ def _members(client: Client, name: str, worker: Worker | None, replicas: int) ->
         found = client.open(name)  # made with or without a worker, or by an earlier release
         if found.dtype == np.int64 and len(found.shape) == 2 and found.shape[0] > 1 and found.shape[1] == t.FIELDS:
             return found
-    return client.create(name, (1 + slots, t.FIELDS), "int64", servers=1, replicas=replicas, exist_ok=True)
+    shape = (1 + slots, t.FIELDS)
+    return client.create(name, shape, "int64", servers=1, stripe=t.STRIPE, replicas=replicas, exist_ok=True)
 
 
 def epochs_of(client: Client, name: str) -> tuple[int | None, bool]:

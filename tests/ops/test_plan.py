@@ -47,8 +47,8 @@ def test_a_table(tmp_path: Path) -> None:
 def test_rows_with_more_workers_than_a_training_takes_are_marked() -> None:
     """Those that the scheme's table of members has slots for are not marked."""
     limits = {name: SCHEMES[name].MEMBERS_MAX for name in ("bsp", "r2sp", "asp")}
-    assert limits == {"bsp": 48, "r2sp": 128, "asp": 512}
-    workers = "48,49,128,129,512,513"
+    assert limits == {"bsp": 512, "r2sp": 128, "asp": 512}
+    workers = "72,128,129,512,513"
     arguments = (str(SPEC), "--workers", workers, *LINK, "--schemes", ",".join(limits))
     answer = plan(*arguments)
     assert answer.exit_code == 0, answer.output
@@ -57,15 +57,15 @@ def test_rows_with_more_workers_than_a_training_takes_are_marked() -> None:
         shown = [f"{count}{'!' if int(count) > most else ''}" for count in workers.split(",")]
         assert [row[0] for row in rows if row[1:] == [name, "none"]] == shown, answer.output
     assert (
-        "! a training refuses that many workers: it has at most so many members at a time: 48 with bsp, 128 with r2sp, "
-        "512 with asp (the ranks of one mesh= are one member)"
+        "! a training refuses that many workers: it has at most so many members at a time: 128 with r2sp; 512 with "
+        "asp, bsp (the ranks of one mesh= are one member)"
     ) in answer.output
     found = json.loads(plan(*arguments, "--json").stdout)["predictions"]
     assert all(row["over_limit"] == (row["workers"] > limits[row["scheme"]]) for row in found)
     assert all(row["members_max"] == limits[row["scheme"]] for row in found)
     told = " ".join(plan("--help").output.replace("│", " ").split())
-    assert "a training has at most 48 with rounds, 128 with r2sp, 512 with other schemes" in told
-    assert "refuses" not in plan(str(SPEC), "--workers", "48", *LINK, "--schemes", "bsp").output
+    assert "a training has at most 512 at a time, with r2sp 128" in told
+    assert "refuses" not in plan(str(SPEC), "--workers", "72,128", *LINK, "--schemes", "bsp,diloco").output
 
 
 def test_a_process_that_is_slower_than_its_link() -> None:

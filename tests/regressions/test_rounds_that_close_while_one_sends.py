@@ -101,11 +101,11 @@ def test_a_late_one_of_who_leaves_is_marked_anew(connect: Connect, monkeypatch: 
     closer = exchange._closer
     real, stepped = closer.decide, []
 
-    def decide(*arguments: Any) -> None:
+    def decide(*arguments: Any) -> Any:
         if not stepped:
             stepped.append(True)
             two.step(1)
-        real(*arguments)
+        return real(*arguments)
 
     monkeypatch.setattr(closer, "decide", decide)
 

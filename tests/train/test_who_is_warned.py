@@ -185,9 +185,12 @@ def busy_for_ever() -> None:
     raise smb.UnavailableError("busy for ever; try again")
 
 
-def test_a_joiner_waits_for_a_slot(connect: Connect, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_joiner_waits_for_a_slot(
+    connect: Connect, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """If all slots are taken, it gets the first one that is free within its client's timeout."""
     client = connect()
+    monkeypatch.setattr(smb.train.BSP, "MEMBERS_MAX", t.SLOTS)
     workers = [smb.train.join(client, "full", np.ones(10, np.float32), smb.train.BSP()) for _ in range(t.SLOTS)]
     joined: list[smb.train.Worker] = []
     joining = threading.Thread(

@@ -164,6 +164,11 @@ def buffer_detail(view: Moment, name: str) -> Json:
     }
 
 
+def _shown_settings(settings: Json) -> Json:
+    """Return a scheme's settings without the size of the members' table, which is beside them (smb/train/group.py)."""
+    return {key: value for key, value in settings.items() if key != "members"}
+
+
 def _published(record: BufferRecord) -> Json:
     return {"deltas": bool((published_as(record.metadata) or {}).get("deltas"))}
 
@@ -178,7 +183,7 @@ def training_detail(view: Moment, name: str, past: Rounds) -> Json:
     return {
         **_training(view, record),
         "now": view.now.wall,
-        "settings": settings_of(record.id, record.metadata).get("settings", {}),
+        "settings": _shown_settings(settings_of(record.id, record.metadata).get("settings", {})),
         "worker_list": [_worker(view, seen) for seen in workers[:WORKERS_MAX]],
         "buffers": [buffer_row(view, other) for other in first_buffers(view, inside)],
         "waits": [wait for wait in _waits(view) if wait["training"] == name][:WAITS_MAX],

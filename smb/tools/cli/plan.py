@@ -37,7 +37,7 @@ def plan(
         typer.Option(
             "--workers",
             metavar="N,...",
-            help="Numbers of workers; a training has at most 48 with rounds, 128 with r2sp, 512 with other schemes.",
+            help="Numbers of workers; a training has at most 512 at a time, with r2sp 128.",
         ),
     ] = "1,4,16",
     link: Annotated[
@@ -112,7 +112,7 @@ def plan(
     --link, --rtt and --servers; without --link the path to the cluster at --coordinator is measured. docs/plan.md has
     the formulas and their errors.
 
-    Example: smb plan model.toml --workers 1,8,48 --link 10Gbit --rtt 0.2ms --servers 4
+    Example: smb plan model.toml --workers 1,8,72,128 --link 10Gbit --rtt 0.2ms --servers 4
     """
     with usage_errors():
         counts = _numbers(workers)
@@ -251,8 +251,8 @@ def _show(question: Question, found: Sequence[Row], advised: Sequence[Advice]) -
     out.print()
     out.print(_advice(advised))
     if limits := {row.members_max for row in found if row.over_limit}:
-        most = ", ".join(
-            f"{members} with {' and '.join(sorted({row.scheme for row in found if row.members_max == members}))}"
+        most = "; ".join(
+            f"{members} with {', '.join(sorted({row.scheme for row in found if row.members_max == members}))}"
             for members in sorted(limits)
         )
         out.print(

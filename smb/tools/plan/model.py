@@ -44,6 +44,7 @@ from smb.tools.plan.spec import Spec
 from smb.train import SCHEMES as ALL_SCHEMES
 from smb.train import DiLoCo, Scheme, scheme_of
 from smb.train.group import WIRE_BYTES
+from smb.train.member_table import SLOTS
 from smb.train.partition import OVERLAPS, Channel, pick, predict
 from smb.train.scheme import by_traits
 from smb.train.traits import EXACT, FUSED, ROUNDS
@@ -250,7 +251,9 @@ def parts_s(question: Question, scheme: str, workers: int) -> defaultdict[str, f
         state, each, terms = traits.closing
         members = workers // question.mesh
         summed = members + terms  # buffers of the largest sum
-        parts[CALLING] += math.ceil(max(0, summed - SOURCES_MAX) / (SOURCES_MAX - 1)) * question.network.call_s
+        further = math.ceil(max(0, summed - SOURCES_MAX) / (SOURCES_MAX - 1))  # calls that sum
+        further += math.ceil(members / SLOTS) - 1  # calls that decide
+        parts[CALLING] += further * question.network.call_s
         parts[CALLING] *= traits.fragments
         pulled *= _share(traits.step_wire)
         parts[COMBINING] += (

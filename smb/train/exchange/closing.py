@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import random
 import struct
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -36,6 +37,9 @@ from smb.train.traits import EXACT
 _log = logging.getLogger("smb")
 COUNTED = t.EXTRA  # in a member's row: the last round in which its slot's contribution counted, plus 1; 0 for none
 INBOX = "inbox"  # NAME/inbox/INCARNATION is a member's inbox
+_CLOSERS = 8  # members that try to close a round at once, as a mean, if any member may
+_OPENED = 16  # inboxes that a closer opens before it looks whether the round is still open
+_random = random.SystemRandom()  # not the program's own, which it may have seeded
 Term = tuple[Buffer, float, str]  # a term of a sum: a buffer, its scale, and the wire to which its elements are rounded
 
 
@@ -82,6 +86,20 @@ class Closer:
         """Return the names of the buffers to delete once this member has left."""
         return [f"{self._group.name}/{inbox_name(incarnation)}" for incarnation in self._over]
 
+    def should_try(self, number: int, rows: t.Rows, looks: int) -> bool:
+        """Return True if this member should try to close a round that all waiting members may have found complete at
+        the same time. A member that has the round's inboxes open always should. Of the others a few at random: each
+        opens all inboxes, by a call of the coordinator's each, and the calls of all would hold up the one that closes.
+
+        A member that should not looks again after its patience, for the `looks`-th time, with four times the chance:
+        those that would close the round may be dead.
+        """
+        if int(rows[0, t.ROUND]) & BUILT:  # no inbox is needed
+            return True
+        counting = contributions(rows, number)
+        closed = [slot for slot in counting if t.incarnation_of(rows[1 + slot, t.MARK]) not in self._inboxes]
+        return not closed or _random.random() * len(counting) < _CLOSERS << 2 * looks
+
     def close(self, target: int, rows: t.Rows) -> bool:
         """Close round `target`, if `rows` show it as open. On success `rows` show it as closed. Returns False if
         another member is closing it, or this member lost its locks. Independent calls run at the same time.
@@ -95,7 +113,8 @@ class Closer:
         with contextlib.ExitStack() as held:
             held.callback(at_once, releases, remote=group.remote)
             try:
-                self._open_inboxes(target, rows)
+                if not self._open_inboxes(target, rows):
+                    return False
                 # The weights' lock is taken first. Every closer needs it, and a member without it must not claim the
                 # round.
                 if not taken(fences[group.weights.name]) or not self._close_under(target, fences, rows):
@@ -139,20 +158,22 @@ class Closer:
         results = at_once(
             [
                 lambda: table.swap(0, t.ROUND, word, claim),
-                lambda: None if word & BUILT else self.decide(number, rows),
+                lambda: [] if word & BUILT else self.decide(number, rows),
                 *(functools.partial(taken, fence) for fence in others),
             ],
             remote=group.remote,
         )
         if not all(results[2:]):
             return False
-        if results[0] != word:
+        counting: list[int] | None = results[1]
+        if results[0] != word or counting is None:
             return True
         failpoint("train-claimed")
         if not claim & BUILT:
-            chosen = self._chosen(number, rows)
+            chosen = self._chosen(number, rows, counting)
             at_once(
-                [lambda: self._build(number, chosen, fences), lambda: self._record(number, rows)], remote=group.remote
+                [lambda: self._build(number, chosen, fences), lambda: self._record(number, rows, counting)],
+                remote=group.remote,
             )
             failpoint("train-computed")
             if table.swap(0, t.ROUND, claim, claim | BUILT) != claim:
@@ -179,42 +200,61 @@ class Closer:
                 return
             self._over.pop(0)
 
-    def _open_inboxes(self, number: int, rows: t.Rows) -> None:
+    def _open_inboxes(self, number: int, rows: t.Rows) -> bool:
         """Open the inboxes that the round may need before the locks are taken: if the coordinator is away, a member
-        that has them open can close the round.
+        that has them open can close the round. Returns False if others have closed the round meanwhile.
         """
-        if not int(rows[0, t.ROUND]) & BUILT:
-            for slot in contributions(rows, number):
-                incarnation = t.incarnation_of(rows[1 + slot, t.MARK])
+        if int(rows[0, t.ROUND]) & BUILT:
+            return True
+        opened, needed = 0, [t.incarnation_of(rows[1 + slot, t.MARK]) for slot in contributions(rows, number)]
+        kept = {*needed, self._group.member.incarnation, *self._left}
+        self._inboxes = {each: inbox for each, inbox in self._inboxes.items() if each in kept}
+        for incarnation in needed:
+            if incarnation not in self._inboxes:
                 self._inboxes[incarnation] = self._inbox_of(incarnation)
+                opened += 1
+                # Where there are hundreds this takes so long that the next round would wait for this member.
+                if opened % _OPENED == 0 and self._group.round != number:
+                    return False
+        return True
 
     def _inbox_of(self, incarnation: int) -> Buffer:
         name = f"{self._group.name}/{inbox_name(incarnation)}"
         return self._inboxes.get(incarnation) or self._group.client.open(name)
 
-    def decide(self, number: int, rows: t.Rows) -> None:
-        """Decide once for all closers whose contributions count in a round. The decision is in `rows` afterwards;
-        `rows` are read again if another member was faster.
-        """
-        table, column = self._group.table, _decided(number)
-        word = int(rows[0, column])
-        while word >> t.SLOTS != _tag(number):
-            chosen = _tag(number) << t.SLOTS | sum(1 << slot for slot in contributions(rows, number))
-            if table.swap(0, column, word, chosen) == word:
-                rows[0, column] = chosen
-                return
-            rows[:] = table.read()  # another closer was faster, and may have seen more contributions
-            if round_of(rows) != number:
-                return  # this process was stopped, and the column may belong to a later round by now
-            word = int(rows[0, column])
+    def decide(self, number: int, rows: t.Rows) -> list[int] | None:
+        """Decide once for all closers whose contributions count in a round, and return their slots, in order. `rows`
+        are read again if another member was faster. Returns None if the round is over: this process was stopped.
 
-    def _chosen(self, number: int, rows: t.Rows) -> list[tuple[Buffer, float]]:
+        Each word is decided by itself, perhaps by another closer, so a word that is decided later may have
+        contributions that were not there when an earlier one was decided. Each of them counts or does not for all
+        closers alike. `rows` must have been read before the claim, as the number of words is theirs: whoever claims the
+        round later has read the table after that, and so has these words, too, and perhaps more.
+        """
+        table, counting = self._group.table, list[int]()
+        tag = table.tag(number)
+        for part, column in enumerate(table.decision(number, rows)):
+            word, first = int(rows[0, column]), part * t.SLOTS
+            while word >> t.SLOTS != tag:
+                here = (slot - first for slot in contributions(rows, number) if 0 <= slot - first < t.SLOTS)
+                chosen = tag << t.SLOTS | sum(1 << bit for bit in here)
+                if table.swap(0, column, word, chosen) == word:
+                    word = chosen
+                    failpoint("train-word-decided")
+                    break
+                rows[:] = table.read()  # another closer was faster, and may have seen more contributions
+                if round_of(rows) != number:
+                    return None  # the column may belong to a later round by now
+                word = int(rows[0, column])
+            counting += [first + bit for bit in range(t.SLOTS) if word >> bit & 1]
+        return counting
+
+    def _chosen(self, number: int, rows: t.Rows, counting: list[int]) -> list[tuple[Buffer, float]]:
         """Return inboxes and weights, by slot, of the contributions that count in a round. Every closer gets the same
         set.
         """
-        group, word = self._group, int(rows[0, _decided(number)])
+        group = self._group
         failpoint("train-decided")
-        counting = [slot for slot in range(t.SLOTS) if word >> slot & 1]
         weights = contributions(rows, number)
         if not weights.keys() >= set(counting):  # the member that decided had seen more contributions
             rows[1:] = group.table.read()[1:]
@@ -229,12 +269,10 @@ class Closer:
         self._left = [incarnation for incarnation in inboxes if incarnation not in rows[1:, t.INCARNATION]]
         return list(zip(inboxes.values(), weights.values(), strict=True))
 
-    def _record(self, number: int, rows: t.Rows) -> None:
+    def _record(self, number: int, rows: t.Rows, counting: list[int]) -> None:
         """Tell the members whose contributions count that they do. A decision never changes, so any closer may repeat
         this.
         """
-        word = int(rows[0, _decided(number)])
-        counting = [slot for slot in range(t.SLOTS) if word >> slot & 1]
         if counting:
             self._group.table.raise_all([1 + slot for slot in counting], COUNTED, number + 1)
             for slot in counting:
@@ -321,17 +359,6 @@ def _gone(rows: t.Rows, former: int) -> set[int]:
 
 def round_of(rows: t.Rows) -> int:
     return int(rows[0, t.ROUND]) >> t.ROUND_SHIFT
-
-
-def _decided(number: int) -> int:
-    return t.DECIDED + number % t.DECIDED_KEPT
-
-
-def _tag(number: int) -> int:
-    """Return the fifteen bits by which a column shows its round. Never 0, the value of an
-    unwritten column, at first.
-    """
-    return (number + 1) & 0x7FFF
 
 
 def contributions(rows: t.Rows, number: int) -> dict[int, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 import time
 from collections.abc import Callable
 
@@ -11,6 +12,9 @@ from smb.train.exchange.closing import contributions
 from smb.train.exchange.grace import Grace
 from smb.train.group import BUILT, Group
 from smb.train.long_waits import LongWait
+
+_LOOKED_AT = 4  # living members whose locks one member tries in a row
+_random = random.SystemRandom()  # not the program's own, which it may have seeded
 
 
 class RoundCompletion:
@@ -48,9 +52,19 @@ class RoundCompletion:
         return [slot for slot in self._group.live(rows) if t.clock_of(rows[1 + slot, t.MARK]) <= number]
 
     def reap(self, rows: t.Rows, number: int) -> None:
-        """Free the slots of dead members that round `number` waits for."""
-        for slot in self._group.reap(self.late(rows, number)):
-            self._died(int(rows[1 + slot, t.INCARNATION]))
+        """Free the slots of dead members that round `number` waits for.
+
+        Every member that waits does this. In a large training each of them looks at a part of the others, another one
+        each time, and stops where all are alive: as long as these live, the round waits for them anyway.
+        """
+        late = self.late(rows, number)
+        _random.shuffle(late)
+        for begin in range(0, len(late), _LOOKED_AT):
+            dead = self._group.reap(late[begin : begin + _LOOKED_AT])
+            for slot in dead:
+                self._died(int(rows[1 + slot, t.INCARNATION]))
+            if not dead:
+                return
 
     def tell(self, rows: t.Rows, number: int) -> None:
         """After a lease, log once for which living members round `number` waits."""

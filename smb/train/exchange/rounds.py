@@ -7,7 +7,7 @@ seconds have passed since. The first member that sees that it is complete closes
 arrive:
 
     claim    ROUND: (r, attempt) -> (r, attempt + 1), under the locks of all that is written
-    decide   DECIDED[r]: the members that count, written once by compare_swap and adopted by every closer of r
+    decide   the members that count in r: words of a set, each written once by compare_swap and adopted by every closer
     record   COUNTED[member] = r + 1 for each of them: a word that only grows, so a second closer changes nothing
     build    next = weights + sum of w_i / total * inbox_i, in the order of the slots, on the servers; with an outer
              optimizer, whose momentum is v in round r: v' = mu v - that sum, next = weights + step, where
@@ -68,13 +68,12 @@ class RoundScheme(Scheme):
     token_weights: bool = False
 
     WAITS: ClassVar[bool] = True  # whether a worker waits for its round to close
-    MEMBERS_MAX: ClassVar[int] = t.SLOTS  # the members that count in a round are a set in one word
     LATE: ClassVar[bool] = True  # whether a contribution that arrives late may count in a later round
 
     def __post_init__(self) -> None:
-        if self.quorum is not None and not is_whole(self.quorum, 1, t.SLOTS):
+        if self.quorum is not None and not is_whole(self.quorum, 1, self.MEMBERS_MAX):
             raise InvalidArgumentError(
-                f"scheme {self.NAME!r}: quorum must be a whole number from 1 to {t.SLOTS}, not {self.quorum!r}"
+                f"scheme {self.NAME!r}: quorum must be a whole number from 1 to {self.MEMBERS_MAX}, not {self.quorum!r}"
             )
         if self.grace == AUTO and self.quorum is None:
             raise InvalidArgumentError(f"scheme {self.NAME!r}: grace='auto' needs a quorum; pass quorum=, too")
@@ -329,6 +328,7 @@ class RoundExchange(Exchange):
         """
         group, contribution, completion = self._group, self._contribution, self._completion
         rows: t.Rows | None = None
+        looks = 0  # in vain, at a round that is ready and that others should close
         while True:
             if (marked := contribution.mark()) is not None:
                 rows = marked
@@ -342,7 +342,11 @@ class RoundExchange(Exchange):
                 completion.ended(rows, contribution.target)
             else:
                 ready = completion.complete(rows, contribution.target)
-                if ready and self._closer.close(contribution.target, rows):
+                # After its own mark this member may be the only one to know that the round is complete. One that waits
+                # for no other member does not wait for another to close either.
+                alone = marked is not None or self._stopping or not self._scheme.WAITS
+                may = ready and (alone or self._closer.should_try(contribution.target, rows, looks))
+                if may and self._closer.close(contribution.target, rows):
                     if round_of(rows) == contribution.target:  # another member closed it
                         rows = None
                     continue
@@ -350,7 +354,9 @@ class RoundExchange(Exchange):
                     return False
                 if not group.wait(completion.patience(contribution.target)):
                     group.member.check()
-                    if not ready:
+                    if ready:
+                        looks += 1
+                    else:
                         completion.reap(rows, contribution.target)
                         completion.tell(rows, contribution.target)
                 rows = None

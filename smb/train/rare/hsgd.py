@@ -121,7 +121,16 @@ class HostExchange(Exchange):
         start = ArrayParameters(shared, f"join of training {name!r}")
         copies = group.weights.info.replicas
         self._host: Group = groups.enter(
-            group.client, name, start, BSP(), group.guards, group.lease, lambda host: host, replicas=copies, **placement
+            group.client,
+            name,
+            start,
+            BSP(),
+            group.guards,
+            group.lease,
+            lambda host: host,
+            members=t.SLOTS,  # as before rounds took more, so that releases of both kinds train together on a host
+            replicas=copies,
+            **placement,
         )
         group.nested = self._host
         self._host.time_spent = group.time_spent  # one worker's

@@ -23,6 +23,7 @@ class Members:
 
     def __init__(self, dead: tuple[int, ...] = ()) -> None:
         self._dead = dead
+        self.looked_at = list[int]()
 
     def live(self, rows: t.Rows) -> list[int]:
         """Return the slots that are taken."""
@@ -30,6 +31,7 @@ class Members:
 
     def reap(self, slots: list[int]) -> list[int]:
         """Return the dead ones of these."""
+        self.looked_at += slots
         return [slot for slot in slots if slot in self._dead]
 
 
@@ -102,3 +104,25 @@ def test_dead_members_are_reported_by_incarnation() -> None:
     found, _, died = completion(None, dead=(0, 2))
     found.reap(rows_of((0, 1)), 4)
     assert died == [12]
+
+
+def test_members_that_wait_look_at_a_few_living_ones_each() -> None:
+    """Of 40 that have not marked, each look takes four others, at random; if one of them is dead, the next four, too.
+    So a member that waits for the dead alone finds all of them at once."""
+    found, _, died = completion(None)
+    rows = rows_of(())
+    for slot in range(40):
+        rows[1 + slot, t.INCARNATION] = 10 + slot
+        rows[1 + slot, t.MARK] = t.mark(10 + slot, 4)
+    group: Any = found._group
+    seen = set[int]()
+    for _ in range(1000):
+        group.looked_at.clear()
+        found.reap(rows, 4)
+        assert len(group.looked_at) == 4
+        seen |= {*group.looked_at}
+    assert seen == {*range(40)}
+    assert died == []
+    found, _, died = completion(None, dead=tuple(range(40)))
+    found.reap(rows, 4)
+    assert sorted(died) == [10 + slot for slot in range(40)]
