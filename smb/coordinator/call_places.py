@@ -1,11 +1,12 @@
 """Places for calls in progress at the port for all: no certificate takes all of them, and some are for operators and
 memory servers alone. A call without a place is refused, and its client tries again within its timeout. A call that
 waits for others does no work, and gives its place back meanwhile. What a large request takes is memory, whether its
-call works or waits, so large requests have places of their own, from their arrival to their end.
+call works or waits, so large requests have places of their own, from their arrival to their end, and are refused at
+once: one that waited to be refused would take its memory meanwhile.
 
 A call of a certificate that asks for too much begins later (`CallRates`). It is not refused for that: who floods would
 ask again at once, but has a bounded number of calls in flight. So these wait here, and gRPC's own queue, which knows no
-certificates, stays short. For the same reason a refusal waits for the call's turn, too.
+certificates, stays short. For the same reason the refusal of a small one waits for the call's turn, too.
 """
 
 from __future__ import annotations
@@ -55,20 +56,20 @@ class _Places:
         self._count = 0
         self._by_certificate: Counter[str] = Counter()
 
-    def refusal(self, who: Caller, method: str) -> BusyError | None:
-        """Return why the call gets no place; None: it gets one."""
-        trusted = who.role in _TRUSTED
-        of_all = self._most if trusted else self._most * (7 if method in _OF_SESSIONS else 6) // 8
+    def take(self, who: Caller, method: str) -> _Place:
+        """Give a call a place. Raises BusyError if there is none for it."""
+        trusted, session = who.role in _TRUSTED, method in _OF_SESSIONS
+        of_all = self._most if trusted else self._most * (7 if session else 6) // 8
         free, own = of_all - self._count, self._by_certificate[who.key]
-        if free > 0 if trusted else has_room(own, free):
-            return None
-        many = f"{self._count} {self._of}" if trusted or free <= 0 else f"{own} {self._of} of {who}"
-        return BusyError(
-            f"{method}: the coordinator has {many} in progress already; nothing was changed, try again later",
+        if free > 0 and (trusted or has_room(own, free) or (session and own < self._most // 4)):
+            return _Place(self, who)
+        raise BusyError(
+            f"{method}: the coordinator has {self._count} {self._of} in progress already, {own} of them of {who}, and "
+            f"leaves the rest for others; nothing was changed, try again later",
             outcome=NOT_APPLIED,
         )
 
-    def take(self, who: Caller) -> None:
+    def add(self, who: Caller) -> None:
         """Count one more of this caller."""
         self._count += 1
         self._by_certificate[who.key] += 1
@@ -87,7 +88,7 @@ class _Place:
     def __init__(self, places: _Places, who: Caller) -> None:
         self._places, self._who = places, who
         self._held, self._ended = True, False
-        places.take(who)
+        places.add(who)
 
     def give_back(self) -> bool:
         """Return False if the place is not held."""
@@ -101,7 +102,7 @@ class _Place:
         """Take a place also beyond the limit: the call has begun, and others are refused until there are fewer."""
         if not self._ended:
             self._held = True
-            self._places.take(self._who)
+            self._places.add(self._who)
 
     def end(self) -> None:
         self.give_back()
@@ -151,23 +152,14 @@ class CallPlaces(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
 
         async def answer(request: Any, context: Any) -> Any:
             who, charged_s, loop_time, places = caller(), None, LoopTime(), list[_Place]()
-            refusal = None
             try:
                 if isinstance(request, Message) and request.ByteSize() > _SMALL_BYTES:
-                    refusal = self._large.refusal(who, method)
-                    if refusal is None:
-                        places.append(_Place(self._large, who))
-                    else:
-                        request.Clear()  # it takes nothing while its refusal waits
+                    places.append(self._large.take(who, method))
                 charged_s = await self._begin(who, method)
                 if isinstance(request, pb.OpenBufferRequest) and request.timeout_ms:
                     # It may wait for long; the service bounds how many do.
                     return await loop_time.of(call(request, context))
-                refusal = refusal or self._calls.refusal(who, method)
-                if refusal is not None:
-                    raise refusal
-                place = _Place(self._calls, who)
-                places.append(place)
+                places.append(place := self._calls.take(who, method))
                 _place.set(place)
                 return await loop_time.of(call(request, context))
             finally:

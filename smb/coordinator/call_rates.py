@@ -107,7 +107,7 @@ class CallRates:
         self._inside_s = 0.0  # in the handlers of these
         self._last = ""  # the certificate of the last call
         self._several_until = 0.0
-        self._asking = 0  # buckets that were not full at the last measurement: so many certificates ask without pause
+        self._asking = 0  # certificates that asked without pause as of the last measurement
         self._buckets: dict[str, _Bucket] = {}
         self._waiting: Counter[str] = Counter()  # by certificate
         self._crowded: dict[_Bucket, None] = {}  # those of which calls wait; the first has its turn
@@ -229,4 +229,6 @@ class CallRates:
             self._outside_s = min(max(outside_s, 0.0), _OUTSIDE_MAX_S)
         self._since, self._busy_s, self._calls, self._inside_s = now, busy_s, 0, 0.0
         self._buckets = {name: each for name, each in self._buckets.items() if each.waiting or each.full_at > now}
-        self._asking = len(self._buckets)
+        # A certificate that asks now and then has nearly all of what it may save. Its two kinds count once.
+        without_pause = (name for name, each in self._buckets.items() if each.full_at - now > SAVED_S / SHARE / 2)
+        self._asking = len({name.rpartition(" ")[0] for name in without_pause})

@@ -105,8 +105,8 @@ def test_a_certificate_with_many_large_requests_is_refused_more(guarded: smb.Loc
             refused = asked[-1].exception()
             assert refused.code() is grpc.StatusCode.UNAVAILABLE
             assert dict(refused.trailing_metadata()).items() >= {BUSY: "1", OUTCOME: "not applied"}.items()
-            assert "requests of more than 4096 bytes of a certificate of role client" in refused.details()
-            assert "in progress already; nothing was changed" in refused.details()
+            assert "requests of more than 4096 bytes in progress already" in refused.details()
+            assert "leaves the rest for others; nothing was changed" in refused.details()
             small = [stub.ListServers.future(pb.ListServersRequest(), timeout=60) for _ in range(300)]
             assert [each.exception() for each in small if each.exception()] == []
         with smb.connect(guarded.address, credentials=certificates / "client", timeout=60) as owner:
@@ -156,7 +156,7 @@ def test_four_certificates_with_large_and_small_requests_keep_nobody_out(
         for name in names:
             client.delete(name, missing_ok=True)
     said = {str(each.details()) for each in refused}
-    assert any("requests of more than 4096 bytes of a certificate of role client" in each for each in said)
+    assert any("requests of more than 4096 bytes in progress already" in each for each in said)
     assert {each.code() for each in refused} == {grpc.StatusCode.UNAVAILABLE}
 
 
