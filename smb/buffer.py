@@ -89,6 +89,9 @@ class Buffer(Indexed, Direct):
 
     **Locks.** With fence=lock, a lock taken from this buffer's lock(), a change is made only while that lock is held.
     Else LockLostError is raised, and nothing is changed. Such changes pass through the servers, also on the same host.
+    The lock may be another buffer's if each segment of this one is, and stays, on the server of the segment of the same
+    index there: create one of the two with like= the other, or with state_of= if they have two copies. Other locks are
+    an InvalidArgumentError. From then on two buffers with one copy stay on their servers, as with a rule and its state.
 
     **Wire encodings.** The elements of a float32 buffer may travel in fewer bits: wire="bfloat16", "float16", "int8" or
     "int4" in a call, or in create() for all calls that do not say. "exact" sends them as they are. The client rounds
@@ -769,7 +772,8 @@ class Buffer(Indexed, Direct):
             buffer.write(buffer.read() * 2, fence=lock)
         ```
 
-        Arguments as in Client.lock. Changes with fence=lock are refused once the lock is lost. The lock does not keep
+        Arguments as in Client.lock. Changes with fence=lock are refused once the lock is lost; several buffers may be
+        changed under one lock (see Buffer, Locks). The lock does not keep
         others from changing the buffer without it. With shared=True several clients hold it at once, and add with
         fence=lock; whoever takes it without finds no addition under way.
         """

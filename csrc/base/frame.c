@@ -113,7 +113,8 @@ static bool request_is_sound(const struct smb_frame *frame)
     bool fenced = frame->flags & SMB_FLAG_FENCED;
     bool changes = smb_opcode_changes(frame->opcode);
     /* 0 means that a lane has changed nothing yet */
-    if ((fenced && !changes) || (changes && frame->sequence == 0))
+    if ((fenced && !changes) || (!fenced && frame->flags & SMB_FLAG_WARDEN) ||
+        (changes && frame->sequence == 0))
         return false;
     if (frame->opcode == SMB_HELLO || frame->opcode == SMB_ATTACH ||
         frame->opcode == SMB_WATERMARK || frame->opcode == SMB_REPLICATE ||
@@ -138,11 +139,9 @@ static bool request_is_sound(const struct smb_frame *frame)
         frame->length % element != 0 || frame->offset % element != 0 ||
         frame->offset > UINT64_MAX - frame->length)
         return false;
-    if (fenced) {
-        if (payload < SMB_TOKEN_BYTES)
-            return false;
-        payload -= SMB_TOKEN_BYTES;
-    }
+    if (payload < smb_frame_fence_bytes(frame))
+        return false;
+    payload -= smb_frame_fence_bytes(frame);
     switch (frame->opcode) {
     case SMB_READ:
     case SMB_FILL: return payload == 0;

@@ -24,8 +24,9 @@ enum smb_feature {
     SMB_FEATURE_BONDS = 1 << 3,   /* proofs cover the connection: bond.h */
     SMB_FEATURE_ATOMICS = 1 << 4, /* FETCH_ADD and COMPARE_SWAP of other dtypes than int64 */
     SMB_FEATURE_BITS = 1 << 5,    /* the operations band, bor, bxor */
+    SMB_FEATURE_WARDENS = 1 << 6, /* a change may be fenced by another segment's lock */
     SMB_FEATURES = SMB_FEATURE_INT4 | SMB_FEATURE_BRINGS | SMB_FEATURE_SOURCES | SMB_FEATURE_BONDS |
-        SMB_FEATURE_ATOMICS | SMB_FEATURE_BITS
+        SMB_FEATURE_ATOMICS | SMB_FEATURE_BITS | SMB_FEATURE_WARDENS
 };
 /* Sent beside the features, but true of this connection only: it is a Unix socket whose client is
  * in the server's namespaces. No higher bit is possible: a length is at most
@@ -43,8 +44,10 @@ enum smb_frame_flag {
     SMB_FLAG_WIRE = 7 << SMB_FLAG_WIRE_SHIFT,
     /* the payload ends with the crc32c of header and payload before it */
     SMB_FLAG_CHECKSUM = 1 << 7,
+    /* with FENCED: the lock is another segment's, the warden */
+    SMB_FLAG_WARDEN = 1 << 8,
     SMB_FLAGS_KNOWN = SMB_FLAG_REPLY | SMB_FLAG_FETCH | SMB_FLAG_RETRY | SMB_FLAG_FENCED |
-        SMB_FLAG_WIRE | SMB_FLAG_CHECKSUM
+        SMB_FLAG_WIRE | SMB_FLAG_CHECKSUM | SMB_FLAG_WARDEN
 };
 
 /* Where a header's fields lie, in bytes from its start. */
@@ -77,7 +80,8 @@ enum {
  *   requests that wait  four words (memory/sync.h)
  *   AUTHORIZE        rights and generation (32 bits each), expiry, proof (access.h)
  * The payload of a fenced change follows the lock's token. The token's lowest bit says to which of
- * the segment's locks it belongs (enum sync_lock). */
+ * the segment's locks it belongs (enum sync_lock). The warden's segment follows the token, except
+ * in an APPLY: that has it in `argument`, because a record has no room for more words. */
 enum {
     SMB_FROM_BYTES = 16,
     SMB_SOURCE_BYTES = 16,
@@ -85,6 +89,7 @@ enum {
     SMB_SYNC_WORDS = 4,
     SMB_SYNC_BYTES = 8 * SMB_SYNC_WORDS,
     SMB_TOKEN_BYTES = 8,
+    SMB_WARDEN_BYTES = 8,
     SMB_CHECKSUM_BYTES = 4,
     SMB_COPIED_RECORD_BYTES = 128, /* records.h */
     SMB_COPIED_WORDS_BYTES = 272,  /* sync.h */
@@ -161,11 +166,17 @@ static inline uint32_t smb_frame_checksum_bytes(const struct smb_frame *frame)
     return frame->flags & SMB_FLAG_CHECKSUM ? SMB_CHECKSUM_BYTES : 0;
 }
 
-/* Bytes between token and checksum in the payload of a valid request. */
+/* Bytes of the token, and of the warden's segment, at the beginning of the payload. */
+static inline uint32_t smb_frame_fence_bytes(const struct smb_frame *frame)
+{
+    bool warden = frame->flags & SMB_FLAG_WARDEN && frame->opcode != SMB_APPLY;
+    return frame->flags & SMB_FLAG_FENCED ? SMB_TOKEN_BYTES + (warden ? SMB_WARDEN_BYTES : 0U) : 0;
+}
+
+/* Bytes between those and the checksum in the payload of a valid request. */
 static inline uint32_t smb_frame_body(const struct smb_frame *frame)
 {
-    return frame->payload - (frame->flags & SMB_FLAG_FENCED ? SMB_TOKEN_BYTES : 0) -
-           smb_frame_checksum_bytes(frame);
+    return frame->payload - smb_frame_fence_bytes(frame) - smb_frame_checksum_bytes(frame);
 }
 
 /* Whether a valid request is an APPLY that contains its gradient. */

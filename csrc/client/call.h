@@ -62,6 +62,7 @@ struct stream {
     uint64_t segment_id;
     /* ids of the other buffers' segments: ACCUMULATE_FROM, APPLY */
     uint64_t source_ids[SMB_SOURCES_MAX];
+    uint64_t warden_id; /* 0: the segment's own lock fences the change, or none does */
     uint32_t epoch;
     uint8_t dtype;
 };

@@ -237,6 +237,13 @@ static bool make_piece(struct smb_link *link, struct stream *stream, struct infl
         frame.flags |= SMB_FLAG_FENCED;
         inflight_put_small(inflight, request->token);
     }
+    if (stream->warden_id) {
+        frame.flags |= SMB_FLAG_WARDEN;
+        if (request->opcode == SMB_APPLY)
+            frame.argument = stream->warden_id;
+        else
+            inflight_put_small(inflight, stream->warden_id);
+    }
     switch (request->opcode) {
     case SMB_ACCUMULATE:
         frame.op = (uint8_t)request->op;

@@ -125,6 +125,8 @@ static struct stream make_stream(const struct smb_buffer *buffer, const struct s
     int sources = others_of(request, others), first = request_brings(request);
     for (int s = 0; s < sources; s++)
         stream.source_ids[first + s] = others[s]->paths[index].segment_id;
+    if (request->warden)
+        stream.warden_id = request->warden->paths[index].segment_id;
     return stream;
 }
 
@@ -189,7 +191,10 @@ static bool paths_are_set(const struct smb_buffer *buffer, const struct smb_requ
         for (int o = 0; o < count; o++)
             alike = alike && path_is_set(&others[o]->paths[i]) &&
                     !others[o]->paths[i].segment == !path->segment;
-        if (!path_is_set(path) || !alike || beside_the_gate) {
+        const struct smb_buffer *warden = request->warden;
+        bool kept = !warden || (request->token && i < warden->layout.segment_count &&
+                                path_is_set(&warden->paths[i]) && !warden->paths[i].segment);
+        if (!path_is_set(path) || !alike || beside_the_gate || !kept) {
             *missing = i;
             return false;
         }
@@ -213,6 +218,8 @@ static bool request_is_known(const struct smb_buffer *buffer, const struct smb_r
                                                         : 0;
     if (combines && request->op >= SMB_BAND)
         feature |= SMB_FEATURE_BITS;
+    if (request->warden)
+        feature |= SMB_FEATURE_WARDENS;
     if (!feature)
         return true;
     for (uint32_t i = 0; i < buffer->layout.segment_count; i++) {

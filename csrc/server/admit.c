@@ -108,6 +108,9 @@ void gate_done(struct gate_request *request)
     if (request->segment)
         smb_segment_release(request->segment);
     request->segment = NULL;
+    if (request->warden)
+        smb_segment_release(request->warden);
+    request->warden = NULL;
     for (int i = 0; i < SMB_SOURCES_MAX; i++) {
         if (request->others[i])
             smb_segment_release(request->others[i]);

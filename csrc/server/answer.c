@@ -100,11 +100,11 @@ static enum step answer_change(struct connection *connection)
     uint64_t result = 0;
     const uint8_t *payload = connection->staging;
     if (staging_is_from_segments(frame)) {
+        uint32_t fence = smb_frame_fence_bytes(frame);
         if (!connection->from_kept)
-            memcpy(connection->from, connection->staging - SMB_TOKEN_BYTES,
-                   SMB_TOKEN_BYTES + smb_frame_body(frame));
+            memcpy(connection->from, connection->staging - fence, fence + smb_frame_body(frame));
         connection->from_kept = true;
-        payload = connection->from + SMB_TOKEN_BYTES;
+        payload = connection->from + fence;
     }
     int status = gate_execute(connection->loop->server, request, staging_slot(connection), payload,
                               connection->staging, fetch ? connection->tail : NULL, &result);

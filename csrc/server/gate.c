@@ -131,10 +131,25 @@ static int prepare(struct gate_request *request, const uint8_t *payload,
                            &request->forward);
 }
 
-/* The token of a fenced frame, which lies before the `payload` of gate_execute. */
-static uint64_t token_before(const struct smb_frame *frame, const uint8_t *payload)
+/* Enters the fence of the lock that the frame names. The token, and the warden's segment, lie
+ * before the `payload` of gate_execute. *sync: whose fence it is. */
+static int enter_fence(struct smb_server *server, struct gate_request *request,
+                       const uint8_t *payload, struct sync **sync)
 {
-    return smb_load64(payload - (smb_frame_brings(frame) ? SMB_APPLY_BYTES : 0) - SMB_TOKEN_BYTES);
+    const struct smb_frame *frame = &request->frame;
+    const uint8_t *fence = payload - (smb_frame_brings(frame) ? SMB_APPLY_BYTES : 0) -
+                           smb_frame_fence_bytes(frame);
+    const struct smb_segment *warden = request->segment;
+    if (frame->flags & SMB_FLAG_WARDEN) {
+        uint64_t id = frame->opcode == SMB_APPLY ? frame->argument
+                                                 : smb_load64(fence + SMB_TOKEN_BYTES);
+        int status = gate_find_warden(server, request, id);
+        if (status != SMB_OK)
+            return status;
+        warden = request->warden;
+    }
+    *sync = served_of(warden)->sync;
+    return sync_fence_enter(*sync, smb_load64(fence), smb_boot_ns());
 }
 
 /* The record is checked first, then the fence: a change that was made under the lock was made, even
@@ -144,7 +159,7 @@ int gate_execute(struct smb_server *server, struct gate_request *request, const 
 {
     SMB_ASSERT(request->segment && (slot == NULL || slot->payload));
     bool fenced = request->frame.flags & SMB_FLAG_FENCED;
-    struct sync *sync = served_of(request->segment)->sync;
+    struct sync *sync = NULL;
     struct replica *replica = request->alone ? NULL : replica_at(request->segment);
     bool prepared = false;
     int status = gate_take_record(request);
@@ -164,7 +179,7 @@ int gate_execute(struct smb_server *server, struct gate_request *request, const 
             prepared = status == SMB_OK;
         }
         if (fenced && status == SMB_OK)
-            status = sync_fence_enter(sync, token_before(&request->frame, payload), smb_boot_ns());
+            status = enter_fence(server, request, payload, &sync);
         if (status == SMB_OK) {
             status = make_change(server, request, slot, &change);
             if (fenced)

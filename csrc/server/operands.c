@@ -127,12 +127,13 @@ static int read_sources(struct smb_server *server, struct gate_request *request,
     return status;
 }
 
-/* Whether the state can change together with the weights: both have one copy, or both are in one
- * bundle, so that the backup makes the step in both. */
+/* Whether the state can change together with the weights, or a warden's lock fence the change: both
+ * segments have one copy, or both are in one bundle, whose backup makes the step in both, and takes
+ * over both. */
 static int follows(struct smb_server *server, const struct gate_request *request,
-                   const struct smb_segment *state, uint64_t id)
+                   const struct smb_segment *beside, uint64_t id)
 {
-    const struct replica *replica = replica_at(request->segment), *other = replica_at(state);
+    const struct replica *replica = replica_at(request->segment), *other = replica_at(beside);
     if (!replica && !other)
         return SMB_OK;
     if (!replica || !replica_moves_with(replica, other))
@@ -205,4 +206,21 @@ int gate_describe(struct smb_server *server, struct gate_request *request, const
     case SMB_COMPARE_SWAP: change->expected = smb_load64(payload); break;
     }
     return status;
+}
+
+int gate_find_warden(struct smb_server *server, struct gate_request *request, uint64_t id)
+{
+    int status = request->warden
+                     ? SMB_OK
+                     : gate_find(server, request, id, SMB_RIGHT_WRITE, &request->warden);
+    if (status != SMB_OK)
+        return missing(request, status);
+    status = follows(server, request, request->warden, id);
+    if (status != SMB_OK || replica_at(request->segment))
+        return status;
+    /* elsewhere the lock could be granted to the next holder while this change is made */
+    return smb_segment_bind(request->segment) == SMB_OK &&
+                   smb_segment_bind(request->warden) == SMB_OK
+               ? SMB_OK
+               : SMB_INVALID;
 }

@@ -13,5 +13,9 @@
  * SMB_NOT_FOUND. */
 int gate_describe(struct smb_server *server, struct gate_request *request, const uint8_t *payload,
                   uint8_t *scratch, uint8_t *sink, struct smb_change *change);
+/* Takes a reference, in request->warden, to the segment whose lock fences the change. SMB_OK: from
+ * now on neither of the two segments can leave the other's server without it. SMB_APART,
+ * SMB_INVALID, SMB_DENIED, SMB_NOT_FOUND. */
+int gate_find_warden(struct smb_server *server, struct gate_request *request, uint64_t id);
 
 #endif

@@ -42,6 +42,8 @@ struct gate_request {
     struct smb_segment *segment; /* a reference while the request is in hand */
     /* references, too. ACCUMULATE_FROM: the sources; APPLY: gradient, then state */
     struct smb_segment *others[SMB_SOURCES_MAX];
+    /* the segment whose lock fences the change, a reference, too; NULL: the own one */
+    struct smb_segment *warden;
     struct record *record; /* the lane's record, while the change is executed */
     /* for a segment with two copies (replica.h) */
     /* when the request began, the segment had one copy and was not gated */

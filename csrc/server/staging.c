@@ -26,8 +26,7 @@ int staging_make(struct connection *connection, uint32_t bytes)
 
 uint32_t staging_prefix_bytes(const struct smb_frame *frame)
 {
-    return (frame->flags & SMB_FLAG_FENCED ? SMB_TOKEN_BYTES : 0U) +
-           (smb_frame_brings(frame) ? SMB_APPLY_BYTES : 0U);
+    return smb_frame_fence_bytes(frame) + (smb_frame_brings(frame) ? SMB_APPLY_BYTES : 0U);
 }
 
 bool staging_is_from_segments(const struct smb_frame *frame)

@@ -245,8 +245,8 @@ struct smb_request {
      * Each piece is rounded to this format, also if its segment is local. The new values that an
      * ACCUMULATE fetches are exact */
     int wire;
-    /* the token of a lock of this buffer, or 0: the call is applied only while the lock has this
-     * token, and all segments must be reached over links */
+    /* the token of a lock of this buffer (or of `warden`), or 0: the call is applied only while the
+     * lock has this token, and all segments must be reached over links */
     uint64_t token;
     uint32_t timeout_ms;
     struct smb_buffer *other;
@@ -263,6 +263,10 @@ struct smb_request {
      * its own, without waiting for the answers before; the wire has no sparse READ */
     const int64_t *indices;
     uint64_t count;
+    /* the buffer whose lock has the token, or NULL: this one. Each of its segments lies on the
+     * server of this buffer's segment of the same index, and is reached over a link. Not for async
+     * operations */
+    struct smb_buffer *warden;
 };
 struct smb_outcome {
     int status;             /* SMB_OK, or the first failure */

@@ -19,6 +19,7 @@ from smb.buffer_info import BufferInfo
 from smb.call import accounts
 from smb.call.accounts import here, outcome_of_change
 from smb.call.arguments import Arguments
+from smb.call.operands import check_warden
 from smb.call.outcomes import Failed, error_of, ranges_of
 from smb.call.paths import Paths, handles_of
 from smb.call.reaching import pauses
@@ -53,7 +54,8 @@ _REWRITES = (Opcode.WRITE, Opcode.FILL)  # changes that may be repeated: doing a
 
 class _Call:
     __slots__ = (
-        "attempt", "backoff", "deadline", "ended", "fence", "handle", "made", "others", "reopened", "request", "touched"
+        "attempt", "backoff", "deadline", "ended", "fence", "handle", "made", "others", "reopened", "request",
+        "touched", "warden",
     )  # fmt: skip
 
     def __init__(
@@ -68,6 +70,7 @@ class _Call:
         self.made = self.request = request  # `made` is what the caller asked for, `request` is what servers get
         self.fence = fence
         self.others = others
+        self.warden: Dispatcher | None = None  # of the buffer whose lock `fence` is, if that is another one
         self.deadline = deadline
         self.ended = ended  # how the last attempt failed; None: an attempt has to be made
         self.handle = handle  # used by the last attempt
@@ -75,6 +78,11 @@ class _Call:
         self.touched = False  # an attempt before the last one may have changed something
         self.reopened = False  # newer tokens were requested
         self.backoff: Backoff | None = None  # created at the first pause: most calls need none
+
+    @property
+    def beside(self) -> tuple[Dispatcher, ...]:
+        """All buffers that servers need for the call, besides the one that it is made on."""
+        return self.others if self.warden is None else (*self.others, self.warden)
 
     def done(self) -> Outcome | int | None:
         """Return how the engine's part of the call ended; None if that part did not begin."""
@@ -160,7 +168,7 @@ class Dispatcher:
                 "by publish()"
             )
         if fence is not None:
-            self._check_fence(request, fence)
+            call.warden = self._check_fence(request, fence)
             # a call that has ended already keeps the token that the lock had when it was made
             if call.ended is None and not request.token:
                 call.request = request._replace(token=fence.token)
@@ -177,17 +185,21 @@ class Dispatcher:
         """Return the engine's number, or None if the attempt failed; `call.ended` says how."""
         self.session.check_open()
         request, others, deadline = call.request, call.others, call.deadline
-        handle, theirs = self.paths.handle, _NOBODY
+        handle, theirs, warden = self.paths.handle, _NOBODY, None
         gated = request.token != 0 or request.opcode is Opcode.APPLY
+        if call.warden is not None:  # in each attempt: one of the two buffers may have moved meanwhile
+            check_warden(self.arguments.asked_by(request), self.info, call.warden.info)
         if handle is None or gated or others:
-            handle, theirs = handles_of(self.paths, [other.paths for other in others], deadline, gated=gated)
+            handle, theirs = handles_of(self.paths, [other.paths for other in call.beside], deadline, gated=gated)
+        if call.warden is not None:
+            theirs, warden = theirs[:-1], theirs[-1]
         call.handle = handle
         if others and request.source == NOWHERE:
             sources = others if request.sources else others[:1]
             if any(self.paths.lies_apart(source.paths) for source in sources):
                 return self._bring(call, [self.arguments.elements(request)])
         call.attempt = attempt = Attempt()
-        done = handle.transfer(request, self._patience_ms(call), theirs, attempt)
+        done = handle.transfer(request, self._patience_ms(call), theirs, attempt, warden)
         if (interrupt := take_interrupt()) is not None:
             accounts.account_interrupt(self, interrupt, request, done, touched=call.touched)
             raise interrupt
@@ -253,10 +265,10 @@ class Dispatcher:
             repeatable=ended.status is not Status.DENIED or self._may_repeat(call, ended, read_only=read_only),
             read_only=read_only,
             reopened=call.reopened,
-            movable=any(each.info.movable for each in (self, *others)),
+            movable=any(each.info.movable for each in (self, *call.beside)),
             sources=bool(others) and not given,
-            has_state=given,
-            known_lost=any(each.paths.lost for each in (self, *others)),
+            has_state=given or call.warden is not None,
+            known_lost=any(each.paths.lost for each in (self, *call.beside)),
         )
 
     def _may_repeat(self, call: _Call, refused: Outcome, *, read_only: bool) -> bool:
@@ -280,7 +292,7 @@ class Dispatcher:
         Raises NotFoundError if a server answered that it does not have a segment, and the coordinator says that the
         buffer was deleted.
         """
-        buffers = (self, *call.others)
+        buffers = (self, *call.beside)
         if ended.status is Status.DENIED:
             answered = self.paths.refresh(call.deadline)
             return Heard(answered, answered and self.info.movable, self.paths.lost)
@@ -303,11 +315,11 @@ class Dispatcher:
             call.pause()
         call.reopened = True
         call.touched |= call.request.opcode in _REWRITES and refused.sent
-        return all(buffer.paths.reopen(call.deadline) for buffer in (self, *call.others))
+        return all(buffer.paths.reopen(call.deadline) for buffer in (self, *call.beside))
 
     def _forget(self, call: _Call) -> None:
         self.paths.forget(call.handle)
-        for other in call.others:
+        for other in call.beside:
             other.paths.forget(other.paths.handle)
 
     def _bring(self, call: _Call, parts: list[range]) -> int:
@@ -363,8 +375,10 @@ class Dispatcher:
         calls, elements = self.session.calls, self.arguments.elements(request)
         handle = self.paths.handle if fence is None else self.paths.gated_handle
         if fence is not None and handle is not None:
-            self._check_fence(request, fence)
-            request = request._replace(token=fence.token)
+            if self._check_fence(request, fence) is None:
+                request = request._replace(token=fence.token)
+            else:
+                handle = None  # a blocking call on a thread: the engine's async operations have no warden
 
         def go_on(ended: Outcome | None) -> Any:
             self.call(request, fence=fence, ended=ended)
@@ -384,22 +398,24 @@ class Dispatcher:
             )
         return future
 
-    def _check_fence(self, request: Request, fence: Fence) -> None:
+    def _check_fence(self, request: Request, fence: Fence) -> Dispatcher | None:
+        """Return the buffer whose lock it is, if that is another one. Raises InvalidArgumentError for what is not a
+        lock that can fence a change of this buffer.
+        """
         owner = getattr(fence, "owner", None)
         if owner is self:
-            return
+            return None
         asked = self.arguments.asked_by(request)
         if not isinstance(owner, Dispatcher):
-            raise InvalidArgumentError(f"{asked}: fence= takes a lock that this buffer's lock() has made")
-        if owner.info.id != self.info.id:
-            raise InvalidArgumentError(
-                f"{asked}: the lock passed as fence= is of buffer {owner.info.name!r}, and a lock covers only its own "
-                f"buffer; take this buffer's lock as well, after that one, and pass it; nothing was done"
-            )
+            raise InvalidArgumentError(f"{asked}: fence= takes a lock that a buffer's lock() has made")
         if owner.session is not self.session:
             raise InvalidArgumentError(
                 f"{asked}: the lock passed as fence= is held by another client of this process; nothing was done"
             )
+        if owner.info.id == self.info.id:
+            return None
+        check_warden(asked, self.info, owner.info)
+        return owner
 
     def wait_turn(self, request: Request, deadline: Deadline, others: tuple[Dispatcher, ...] = ()) -> None:
         """Wait for the client's earlier async calls on the same elements. Raises TimeoutError."""
@@ -444,12 +460,15 @@ class Dispatcher:
         over = outcome.status is Status.SESSION_ENDED
         why = self.session.why_ended() if over else self.session.why_untrusted(segment.server)
         timeout = self.session.timeout
-        infos = [each.info for each in (self, *call.others)]
+        infos = [each.info for each in (self, *call.beside)]
         lost = any(info.lost for info in infos)
         moved = any(info.movable for info in infos) and not lost
         if lost and (outcome.status in UNREACHED or outcome.status in WITHOUT_IT):
             outcome = replace(outcome, status=Status.NOT_FOUND)
-        error = error_of(opcode, outcome, asked, where, applied, reader=reader, timeout=timeout, why=why, moved=moved)
+        error = error_of(
+            opcode, outcome, asked, where, applied, reader=reader, timeout=timeout, why=why, moved=moved,
+            warden="" if call.warden is None else call.warden.info.name,
+        )  # fmt: skip
         error.outcome = known
         error.smb_account = Failed(self, self.arguments.elements(request), None if call.touched else outcome.unknown)
         return error

@@ -76,6 +76,33 @@ def check_step(asked: str, rule: OptimizerRule, weights: Operand, gradient: Oper
         )
 
 
+def check_warden(asked: str, target: BufferInfo, warden: BufferInfo) -> None:
+    """Raise InvalidArgumentError unless each server of `target` can check the lock of `warden` for it, and always will.
+
+    Each segment of `target` needs the segment of the same index of `warden` on its server, and the two must stay
+    together: in one bundle if there are two copies, or where they are if there is one.
+    """
+    here, there = ([segment.server for segment in each.layout.segments] for each in (target, warden))
+    together = len(here) <= len(there) and here == there[: len(here)]
+    if target.replicas > 1 or warden.replicas > 1:
+        if not target.moves_with(warden):
+            raise InvalidArgumentError(
+                f"{asked}: the lock passed as fence= is of buffer {warden.name!r}, which can be on another server "
+                f"after a failure; create one of the two with state_of= the other, or pass this buffer's own lock"
+            )
+    elif target.movable or warden.movable or not together:
+        raise InvalidArgumentError(
+            f"{asked}: the lock passed as fence= is of buffer {warden.name!r}, which "
+            + (
+                "has one copy, and one of the two has moved to another server"
+                if target.movable or warden.movable
+                else "lies on other servers"
+            )
+            + f", so that no server of {target.name!r} can check it; create one of the two with like= the other, or "
+            "pass this buffer's own lock"
+        )
+
+
 def _placement(layout: Layout, moves: bool) -> tuple[object, ...]:
     """Return what must be equal in two buffers that servers combine.
 

@@ -86,12 +86,14 @@ def error_of(
     timeout: float,
     why: str = "",
     moved: bool = False,
+    warden: str = "",
 ) -> Error:
     """Return the exception for a failed call.
 
     `asked` names the call, `where` the server, and `applied` says what was applied. `timeout` is in seconds. `reader`:
     the session may only read the segment. `why`: why the peer there is not trusted, or why the session has ended.
-    `moved`: the segments have moved, and the coordinator knows of no lost memory.
+    `moved`: the segments have moved, and the coordinator knows of no lost memory. `warden`: the other buffer whose lock
+    was passed as fence=.
     """
     if outcome.status is Status.TIMEOUT:
         return DeadlineError(f"{asked}: no answer from {where} within {timeout:g} s; {applied}")
@@ -122,6 +124,16 @@ def error_of(
         return UnavailableError(f"{asked}: {where} no longer has this session's completion records; {applied}")
     if outcome.status is Status.SESSION_ENDED:
         return UnavailableError(f"{asked}: {why}; {applied}")
+    if outcome.status in (Status.INVALID, Status.APART) and warden:
+        return InvalidArgumentError(
+            f"{asked}: {where} cannot check the lock of buffer {warden!r} for this buffer, since one of the two may "
+            f"leave the server without the other; {applied}; pass this buffer's own lock"
+        )
+    if outcome.status is Status.VERSION and warden:
+        return TransportError(
+            f"{asked}: {where} runs a release that knows fence= with the buffer's own lock alone; run newer memory "
+            f"servers, or pass that lock; {applied}"
+        )
     if outcome.status is Status.INVALID:
         return InvalidArgumentError(f"{asked}: {where} refused the request as invalid; {applied}")
     if outcome.status is Status.DENIED:

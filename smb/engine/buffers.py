@@ -96,9 +96,15 @@ class BufferHandle:
         check(lib.smb_buffer_set_local(self.pointer, index, segment.pointer))
 
     def transfer(
-        self, request: Request, timeout_ms: int, others: Sequence[BufferHandle] = (), attempt: Attempt | None = None
+        self,
+        request: Request,
+        timeout_ms: int,
+        others: Sequence[BufferHandle] = (),
+        attempt: Attempt | None = None,
+        warden: BufferHandle | None = None,
     ) -> Outcome | int:
         """Make one call, with other buffers as its source (if it has no other one) and state. Blocks up to timeout_ms.
+        `warden`: the buffer whose lock the request's token is of, if that is another one.
 
         Returns the old value of FETCH_ADD and COMPARE_SWAP (unsigned; 0 for other opcodes), or the Outcome of a call
         that failed. `attempt` has both, too, even if a signal handler raises in here.
@@ -110,6 +116,8 @@ class BufferHandle:
             raw.indices, raw.count = ffi.cast("int64_t *", memory_of(request.indices)), request.indices.size
         if others or request.hyper:
             _add_others(raw, request, others)
+        if warden is not None:
+            raw.warden = warden.pointer
         status = lib.smb_transfer(self.pointer, raw, outcome)
         return int(outcome.result) if status == 0 else outcome_of(outcome, attempt)
 

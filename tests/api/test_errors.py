@@ -198,7 +198,7 @@ BAD_CALLS: list[tuple[Callable[[smb.Buffer], Any], str]] = [
     (lambda w: w.accumulate([1], scale=10**400), "must be a number"),
     (lambda w: w.accumulate_from([1.0]), "opened by the same client"),  # type: ignore[arg-type]
     (lambda w: w.accumulate_from(w, wire="int9"), "unknown wire 'int9'; known are exact"),
-    (lambda w: w.write(np.ones(10, np.float32), fence="x"), "fence= takes a lock that this buffer's lock"),  # type: ignore[arg-type]
+    (lambda w: w.write(np.ones(10, np.float32), fence="x"), "fence= takes a lock that a buffer's lock"),  # type: ignore[arg-type]
     (lambda w: w.accumulate_from([w, w]), "only op='replace' takes several buffers, 2 to 5 of them; op='sum' with 2"),
     (lambda w: w.accumulate_from([w] * 6, op="replace"), "op='replace' with 6"),
     (lambda w: w.accumulate_from([], op="replace"), "op='replace' with 0"),

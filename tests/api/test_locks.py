@@ -142,12 +142,12 @@ def test_a_lock_that_was_lost_is_told_on_leaving(client: smb.Client, connect: Co
 
 
 def test_fences_are_of_the_buffers_own_lock(client: smb.Client, connect: Connect) -> None:
-    """A named lock, another buffer's, or one that is not taken is no fence."""
-    w, v = client.create("w", 10, "int64"), client.create("v", 10, "int64")
+    """A named lock, that of a buffer on another server, or one that is not taken is no fence."""
+    w, v = (client.create(name, 10, "int64", servers=[f"server-{at}"]) for at, name in enumerate("wv"))
     with client.lock("w") as named, v.lock() as others:
         for lock, said in (
-            (named, "this buffer's lock"),
-            (others, "is of buffer 'v'.*take this buffer's lock as well"),
+            (named, r"a buffer's lock\(\)"),
+            (others, "is of buffer 'v', which lies on other servers.*pass this buffer's own lock"),
         ):
             with pytest.raises(smb.InvalidArgumentError, match=f"fence.*{said}"):
                 w.write(np.ones(10, np.int64), fence=lock)

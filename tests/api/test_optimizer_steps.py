@@ -223,7 +223,7 @@ REFUSED: list[tuple[Callable[[Buffers], Any], str]] = [
         "rules are for float32 buffers, and this one is float64",
     ),
     (lambda b: b["two"].apply("sgd", b["two-g"], lr=1), "cannot change a buffer that keeps several versions"),
-    (lambda b: b["w"].apply("sgd", b["g"], lr=1, fence=b["g"].lock()), "a lock covers only its own buffer"),
+    (lambda b: b["w"].apply("sgd", b["g"], lr=1, fence=b["apart"].lock()), "which lies on other servers"),
     (lambda b: b["w"].apply("sgd", b["g"], lr=1, fence=b["w"].lock()), "not held"),
 ]
 

@@ -55,8 +55,9 @@ def test_each_operation_does_what_its_namesake_does(path: smb.Client) -> None:
         rounded = queue.write(buffer, np.full(1000, 1 + 2**-12, np.float32), wire="bfloat16")
         rounded.result(_PATIENCE_S)
         assert (buffer.read() == 1).all()
-        with pytest.raises(smb.InvalidArgumentError, match="this buffer's lock"):
-            queue.write(buffer, np.zeros(2, np.float32), 0, fence=path.create("x", 1).lock()).result(_PATIENCE_S)
+        beside = path.create("x", like=buffer)
+        with pytest.raises(smb.InvalidArgumentError, match="not held"):
+            queue.write(buffer, np.zeros(2, np.float32), 0, fence=beside.lock()).result(_PATIENCE_S)
 
 
 def test_the_most_urgent_goes_first(path: smb.Client, held: tuple[smb.Buffer, Future[bool], threading.Event]) -> None:

@@ -345,6 +345,7 @@ def test_a_step_goes_on_with_newer_tokens_of_its_state(certificates: Path) -> No
         weights = client.create("weights", 1000, replicas=2)
         client.create("gradient", like=weights, replicas=2).fill(1)
         gradient, state = client.open("gradient"), client.create("m", state_of=weights)
+        turns = client.create("turns", state_of=weights)
         weights.apply("momentum", gradient, state, lr=1, mu=1)
         for number in (2, 3, 4):
             place = client.open("weights").layout.segments[0]
@@ -352,7 +353,8 @@ def test_a_step_goes_on_with_newer_tokens_of_its_state(certificates: Path) -> No
             (lost,) = (each for each in cluster.servers if each.name == name)
             lost.kill()
             second_copy.lose(cluster.memory_directory, name)
-            weights.apply("momentum", gradient, state, lr=1, mu=1)
+            with turns.lock(ttl=60, timeout=15) as lock:
+                weights.apply("momentum", gradient, state, lr=1, mu=1, fence=lock)
             assert (state.read() == number).all()
             wait_for(lambda name=name: second_copy.are_whole(client, name), "two copies of each segment")
             lost.start()

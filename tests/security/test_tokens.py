@@ -277,6 +277,29 @@ def test_another_buffers_token(meet: Meet, transport: str) -> None:
     assert peer.ask(*REQUESTS["apply"]) == Status.OK
 
 
+def test_a_token_of_the_warden(meet: Meet, transport: str) -> None:
+    """A change that another segment's lock fences needs the right to write there, too: who may take that lock."""
+    peer = meet(transport)
+    peer.authorize()
+    fenced = Flag.FENCED | Flag.WARDEN
+    write = data(Opcode.WRITE, flags=fenced), struct.pack("<Q16x", STATE)
+    step = data(Opcode.APPLY, op=1, flags=fenced, argument=STATE), struct.pack("<3Q9d", OTHER, 0, 0, *[0.5] * 9)
+    peer.authorize(segment=OTHER, rights=READ)
+    for rights in (0, READ):
+        if rights:
+            peer.authorize(segment=STATE, rights=rights)
+        for frame, payload in (write, step):
+            assert peer.ask(frame, struct.pack("<Q", 2) + payload) == Status.DENIED, (rights, frame.opcode)
+    peer.authorize(segment=STATE)
+    reply, _ = peer.client.ask(replace(HOME, segment=STATE), WORDS)
+    assert reply.status == Status.OK
+    for frame, payload in (write, step):
+        assert peer.ask(frame, struct.pack("<Q", reply.argument) + payload) == Status.OK, frame.opcode
+        assert peer.ask(frame, struct.pack("<Q", reply.argument + 2) + payload) == Status.LOCK_LOST
+    unlock = replace(HOME, opcode=Opcode.UNLOCK, segment=STATE)
+    assert peer.ask(unlock, struct.pack("<4Q", reply.argument, 0, 0, 0)) == Status.OK
+
+
 def test_a_readers_token(meet: Meet, transport: str) -> None:
     """It reads, and waits for versions; it changes nothing, takes no lock, and is not given the memory."""
     peer = meet(transport)

@@ -54,6 +54,7 @@ LEFT_OUT = {
     "api/test_errors.py": "most of it is about arguments; what is about a transport is in test_reconnect.py",
     "api/test_examples.py": _TRAINING,
     "api/test_far_servers.py": _FRAMES,
+    "api/test_fences_of_others.py": "a fence is a part of the frame, which tests/api/test_locks.py has over verbs",
     "api/test_fork.py": "a child of fork may not use its parent's client, over whatever",
     "api/test_futures.py": "futures over the same calls",
     "api/test_kinds_of_arrays.py": "is about arrays, before any request",

@@ -339,8 +339,8 @@ static void no_bits_without_the_feature(void)
     leave_it(&self, &reached);
 }
 
-/* A server whose HELLO has no features gets no int4, no gradient, no rounding and no counter of
- * floats, because it would close the connection. It gets the operations that it knows. */
+/* A server whose HELLO has no features gets no int4, no gradient, no rounding, no counter of
+ * floats and no warden, because it would close the connection. It gets the operations that it knows. */
 static void no_feature_no_use_of_it(void)
 {
     struct answering self = in_order(UINT32_MAX);
@@ -386,6 +386,14 @@ static void no_feature_no_use_of_it(void)
                                   .wire = SMB_WIRE_BFLOAT16,
                                   .timeout_ms = RIG_TIMEOUT_MS};
     smb_transfer(reached.buffer, &rounded, &outcome);
+    CHECK_EQ(outcome.status, SMB_VERSION);
+    CHECK(!outcome.sent);
+    struct smb_request fenced = {.opcode = SMB_FILL,
+                                 .bytes = BYTES,
+                                 .token = 2,
+                                 .warden = reached.buffer,
+                                 .timeout_ms = RIG_TIMEOUT_MS};
+    smb_transfer(reached.buffer, &fenced, &outcome);
     CHECK_EQ(outcome.status, SMB_VERSION);
     CHECK(!outcome.sent);
     struct smb_request known = {.opcode = SMB_READ,

@@ -302,6 +302,10 @@ static void each_rule(void)
         expect(frame, bytes == SMB_FROM_BYTES ? SMB_OK : SMB_PROTOCOL);
         frame.flags = SMB_FLAG_FENCED, frame.payload += SMB_TOKEN_BYTES;
         expect(frame, several || bytes == SMB_FROM_BYTES ? SMB_OK : SMB_PROTOCOL);
+        frame.flags |= SMB_FLAG_WARDEN, frame.payload += SMB_WARDEN_BYTES;
+        expect(frame, several || bytes == SMB_FROM_BYTES ? SMB_OK : SMB_PROTOCOL);
+        CHECK(!several || frame.payload <= SMB_RECORD_SMALL_BYTES);
+        frame.flags = SMB_FLAG_WARDEN, expect(frame, SMB_PROTOCOL);
     }
     for (int rule = 0; rule < 256; rule++)
         frame = request(SMB_APPLY), frame.op = (uint8_t)rule,
@@ -322,6 +326,10 @@ static void each_rule(void)
     frame.length = 12, expect(frame, SMB_PROTOCOL);
     frame = request(SMB_APPLY), frame.flags = SMB_FLAG_FENCED, frame.payload += SMB_TOKEN_BYTES;
     CHECK(!smb_frame_brings(&frame));
+    frame.flags |= SMB_FLAG_WARDEN, expect(frame, SMB_OK); /* which `argument` names */
+    CHECK(!smb_frame_brings(&frame));
+    frame.payload += SMB_WARDEN_BYTES, expect(frame, frame.length == 8 ? SMB_OK : SMB_PROTOCOL);
+    frame.payload -= SMB_WARDEN_BYTES;
     frame.flags |= SMB_FLAG_FETCH, expect(frame, SMB_PROTOCOL);
     frame = request(SMB_APPLY), frame.sequence = 0, expect(frame, SMB_PROTOCOL);
     frame = request(SMB_APPLY), frame.length = 0, expect(frame, SMB_PROTOCOL);
@@ -379,6 +387,10 @@ static void encoded_and_checked(void)
             frame.flags |= SMB_FLAG_FENCED, expect(frame, SMB_PROTOCOL);
             frame.payload += SMB_TOKEN_BYTES, expect(frame, SMB_OK);
             CHECK_EQ(smb_frame_body(&frame), sound[i].payload);
+            frame.flags |= SMB_FLAG_WARDEN, expect(frame, SMB_PROTOCOL);
+            frame.payload += SMB_WARDEN_BYTES, expect(frame, SMB_OK);
+            CHECK_EQ(smb_frame_body(&frame), sound[i].payload);
+            frame.flags &= (uint16_t)~SMB_FLAG_WARDEN, frame.payload -= SMB_WARDEN_BYTES;
             frame.opcode = SMB_WRITE, expect(frame, SMB_OK);
             frame.opcode = SMB_FILL, expect(frame, SMB_PROTOCOL);
             /* An ACCUMULATE_FROM has no elements, because its source is rounded on the server. */

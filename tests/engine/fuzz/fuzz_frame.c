@@ -68,6 +68,8 @@ static struct smb_frame nearly(struct input *input)
                         (frame.flags & SMB_FLAG_CHECKSUM ? 4 : 0);
     if (frame.flags & SMB_FLAG_FENCED && take(input, 1) % 4)
         frame.payload += SMB_TOKEN_BYTES;
+    if (frame.flags & SMB_FLAG_WARDEN && take(input, 1) % 4)
+        frame.payload += SMB_WARDEN_BYTES;
     return frame;
 }
 
@@ -75,7 +77,8 @@ static struct smb_frame nearly(struct input *input)
 static uint32_t payload_of(const struct smb_frame *frame)
 {
     uint32_t checksum = frame->flags & SMB_FLAG_CHECKSUM ? 4 : 0;
-    uint32_t token = (frame->flags & SMB_FLAG_FENCED ? 8 : 0) + checksum;
+    bool warden = frame->flags & SMB_FLAG_WARDEN && frame->opcode != SMB_APPLY;
+    uint32_t token = (frame->flags & SMB_FLAG_FENCED ? 8 : 0) + (warden ? 8 : 0) + checksum;
     switch (frame->opcode) {
     case SMB_WRITE:
     case SMB_ACCUMULATE: return token + elements_of(frame);
@@ -130,6 +133,7 @@ static void check_request(const struct smb_frame *frame)
     MUST(sparse ? frame->opcode == SMB_ACCUMULATE
                 : !(frame->flags >> 4 & 7) || frame->dtype == SMB_FLOAT32);
     MUST(!(frame->flags & SMB_FLAG_FENCED) || changes);
+    MUST(!(frame->flags & SMB_FLAG_WARDEN) || frame->flags & SMB_FLAG_FENCED);
     MUST(!(frame->flags & SMB_FLAG_FETCH) || frame->opcode == SMB_ACCUMULATE);
     MUST((!changes && frame->opcode != SMB_COPY) || frame->sequence > 0);
     MUST(frame->opcode != SMB_COPY || frame->op <= SMB_COPIED_WORDS);

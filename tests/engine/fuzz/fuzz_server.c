@@ -276,8 +276,7 @@ static void peer_leave(struct peer *peer)
 
 static uint32_t payload_of(const struct smb_frame *frame)
 {
-    uint32_t token = (frame->flags & SMB_FLAG_FENCED ? SMB_TOKEN_BYTES : 0) +
-                     smb_frame_checksum_bytes(frame);
+    uint32_t token = smb_frame_fence_bytes(frame) + smb_frame_checksum_bytes(frame);
     int wire = smb_frame_wire(frame);
     uint32_t element = smb_dtype_bytes(frame->dtype);
     switch (frame->opcode) {
@@ -350,7 +349,7 @@ static struct smb_frame good_frame(struct input *input, struct peer *peer)
     if (frame.opcode == SMB_ACCUMULATE && where & 64)
         frame.flags |= SMB_FLAG_FETCH;
     if (where & 128 && smb_opcode_changes(frame.opcode))
-        frame.flags |= SMB_FLAG_FENCED;
+        frame.flags |= where & 4096 ? SMB_FLAG_FENCED | SMB_FLAG_WARDEN : SMB_FLAG_FENCED;
     if (frame.opcode == SMB_APPLY) {
         frame.segment = FLOATS;
         frame.dtype = SMB_FLOAT32;
@@ -380,7 +379,7 @@ static void spoil(struct input *input, struct smb_frame *frame)
     case 0: frame->sequence = value % (frame->sequence + 1); break; /* said again, or never said */
     case 1: frame->sequence += value << (value % 57); break;
     case 2: frame->flags ^= SMB_FLAG_RETRY; break;
-    case 3: frame->flags ^= SMB_FLAG_FENCED; break;
+    case 3: frame->flags ^= value % 2 ? SMB_FLAG_FENCED : SMB_FLAG_WARDEN; break;
     case 4: frame->flags ^= SMB_FLAG_FETCH; break;
     case 5: frame->offset = value << (value % 57); break;
     case 6: frame->length = (uint32_t)value << (value % 16); break;
@@ -428,13 +427,16 @@ static void fit_words(const struct smb_frame *frame, uint8_t *payload)
     default:
         if (frame->flags & SMB_FLAG_FENCED)
             smb_store64(payload, reply[SMB_LOCK]);
+        if (smb_frame_fence_bytes(frame) > SMB_TOKEN_BYTES &&
+            frame->payload >= SMB_TOKEN_BYTES + SMB_WARDEN_BYTES)
+            smb_store64(payload + SMB_TOKEN_BYTES, reply[SMB_LOCK] % 3 ? SCRATCH : FLOATS);
     }
 }
 
 /* A step that can be; sometimes of segments that stand in for each other. */
 static void fit_step(struct input *input, const struct smb_frame *frame, uint8_t *payload)
 {
-    uint8_t *words = payload + (frame->flags & SMB_FLAG_FENCED ? SMB_TOKEN_BYTES : 0);
+    uint8_t *words = payload + smb_frame_fence_bytes(frame);
     uint64_t how = take(input, 1);
     struct smb_hyper hyper = {.lr = 0.5,
                               .scale = (double)(how % 3),
@@ -473,8 +475,7 @@ static void fill_payload(struct input *input, const struct peer *peer,
     if (smb_frame_wire(frame) == SMB_WIRE_SPARSE) {
         /* ascending, or nearly; a quarter is left as it is */
         uint32_t entry = SMB_WIRE_INDEX_BYTES + smb_dtype_bytes(frame->dtype), next = 0;
-        for (uint32_t at = frame->flags & SMB_FLAG_FENCED ? SMB_TOKEN_BYTES : 0;
-             fitting && at + entry <= frame->payload;
+        for (uint32_t at = smb_frame_fence_bytes(frame); fitting && at + entry <= frame->payload;
              at += entry, next += 1 + (uint32_t)fitting % 2)
             memcpy(payload + at, &next, sizeof next);
     }
@@ -521,7 +522,10 @@ static uint8_t *make_record(struct input *input, const struct peer *peer, uint8_
     uint8_t opcode = bytes[3], *small = bytes + SMB_RECORD_SMALL_AT;
     size_t body = count > SMB_FRAME_BYTES ? count - SMB_FRAME_BYTES : 0, token = 0;
     if (opcode == SMB_WRITE || opcode == SMB_ACCUMULATE) {
-        token = bytes[6] & SMB_FLAG_FENCED && body >= SMB_TOKEN_BYTES ? SMB_TOKEN_BYTES : 0;
+        token = bytes[6] & SMB_FLAG_FENCED ? SMB_TOKEN_BYTES : 0;
+        if (token && bytes[7] & SMB_FLAG_WARDEN >> 8)
+            token += SMB_WARDEN_BYTES;
+        token = body >= token ? token : 0;
         memcpy(payload, small + token, body - token);
         body = token;
     }

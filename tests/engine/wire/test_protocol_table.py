@@ -141,6 +141,14 @@ def variants(row: dict[str, Any]) -> Iterator[tuple[str, Frame, bool]]:
         yield "no payload", replace(frame, payload=0), False
     yield "fetch", replace(frame, flags=Flag.FETCH), "FETCH" in flags
     yield "fenced", replace(frame, flags=Flag.FENCED, payload=frame.payload + 8), "FENCED" in flags
+    fences = {
+        "no warden": (Flag.FENCED | Flag.WARDEN, 8, row["name"] == "APPLY"),
+        "a warden": (Flag.FENCED | Flag.WARDEN, 16, row["name"] != "APPLY"),
+        "a warden alone": (Flag.WARDEN, 16, False),
+        "the flag of a warden alone": (Flag.WARDEN, 0, False),
+    }
+    for name, (flag, more, fits) in fences.items():
+        yield name, replace(frame, flags=flag, payload=frame.payload + more), fits and "FENCED" in flags
     yield "reply", replace(frame, flags=Flag.REPLY), False
     yield "status", replace(frame, status=1), False
     yield "sequence 0", replace(frame, sequence=0), not row.get("numbered")
