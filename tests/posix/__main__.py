@@ -79,10 +79,13 @@ def _failures(python: str, module: str, place: Path) -> dict[str, str]:
         command = [python, "-m", "test", "--tempdir", str(directory), "--junit-xml", str(report), "-u", "cpu", module]
         log = (Path(kept) / "log").open("w+")
         with log:
-            subprocess.run(
-                command, cwd=directory, env=os.environ | {"TMPDIR": str(directory)}, stdout=log, stderr=log,
-                timeout=MODULE_S, check=False,
-            )  # fmt: skip
+            try:
+                subprocess.run(
+                    command, cwd=directory, env=os.environ | {"TMPDIR": str(directory)}, stdout=log, stderr=log,
+                    timeout=MODULE_S, check=False,
+                )  # fmt: skip
+            except subprocess.TimeoutExpired:
+                return {f"{module}.all": f"not done after {MODULE_S} s"}
             log.seek(0)
             said = log.read()
         shutil.rmtree(directory)
