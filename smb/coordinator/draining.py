@@ -13,10 +13,10 @@ from smb.coordinator.replicas import stays_on
 from smb.errors import OutOfMemoryError, UnavailableError
 
 BOUND = (
-    "it has one copy, which is bound to its server: a view of it was taken, a rule with state changes it, or a client "
-    "reached it over RDMA or with transport='shm'. Stop its users, then: smb cp NAME NAME --replace. Do not do so with "
-    "weights that have an optimizer state, because the copies would be on different servers: create both anew with "
-    "replicas=2"
+    "it has one copy, which is bound to its server: a view of it was taken, a rule with state changes it, a lock "
+    "fences it beside others, or a client reached it over RDMA or with transport='shm'. Stop its users, then: "
+    "smb cp NAME NAME --replace. Do not do so with weights that have an optimizer state, because the copies would be "
+    "on different servers: create both anew with replicas=2"
 )
 MIRROR = "it is a mirror; end it with: smb relay SOURCE --stop --to SERVER, where SOURCE is the published buffer's name"
 

@@ -36,8 +36,8 @@ def drain(
     """Empty a memory server while its clients work.
 
     The server gets no new segments, and its segments move to other servers. Some buffers cannot move: those in use by a
-    view, by a rule with a state, over RDMA or with transport="shm". They are named, and --wait then ends with an error.
-    The drain goes on after a restart of the server.
+    view, by a rule with a state, under one lock with others, over RDMA or with transport="shm". They are named, and
+    --wait then ends with an error. The drain goes on after a restart of the server.
 
     Example: smb drain storage-2 --wait
     """
