@@ -91,7 +91,8 @@ class Buffer(Indexed, Direct):
     Else LockLostError is raised, and nothing is changed. Such changes pass through the servers, also on the same host.
     The lock may be another buffer's if each segment of this one is, and stays, on the server of the segment of the same
     index there: create one of the two with like= the other, or with state_of= if they have two copies. Other locks are
-    an InvalidArgumentError. From then on two buffers with one copy stay on their servers, as with a rule and its state.
+    an InvalidArgumentError. From then on the segments of two buffers with one copy that a change has touched stay on
+    their servers, as with a rule and its state; those that moved elsewhere before can't be fenced so.
 
     **Wire encodings.** The elements of a float32 buffer may travel in fewer bits: wire="bfloat16", "float16", "int8" or
     "int4" in a call, or in create() for all calls that do not say. "exact" sends them as they are. The client rounds

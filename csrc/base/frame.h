@@ -133,6 +133,9 @@ enum {
     SMB_RECORD_ENDS_AT = SMB_RECORD_SMALL_AT + SMB_RECORD_SMALL_BYTES,
     SMB_RECORD_ENDS_BYTES = 24
 };
+_Static_assert(SMB_TOKEN_BYTES + SMB_WARDEN_BYTES + 8 + SMB_SOURCE_BYTES * SMB_SOURCES_MAX <=
+                   SMB_RECORD_SMALL_BYTES,
+               "a record has room for all sources of a fenced addition");
 _Static_assert(SMB_RECORD_ENDS_AT + SMB_RECORD_ENDS_BYTES == SMB_RECORD_BYTES,
                "a record has no gaps");
 static const uint64_t SMB_NO_SLOT = UINT64_MAX;

@@ -180,10 +180,19 @@ void sync_count_into(struct sync *sync, struct sync_counters *counters)
     pthread_mutex_unlock(&sync->mutex);
 }
 
+/* Fenced changes under way are waited for: a lock of this segment may fence changes of another,
+ * which stays. */
+static void refuse_from_now_on(struct sync *sync, int status)
+{
+    pthread_rwlock_wrlock(&sync->fence);
+    sync->closed = status;
+    pthread_rwlock_unlock(&sync->fence);
+}
+
 void sync_close(struct sync *sync, int status)
 {
     struct news news = sync_acquire(sync);
-    sync->closed = status;
+    refuse_from_now_on(sync, status);
     for (int i = 0; i < SYNC_LOCKS; i++)
         queue_answer_all(sync, &sync->locks[i], status, &news);
     queue_answer_all(sync, &sync->barrier, status, &news);
@@ -209,7 +218,7 @@ int sync_retire(struct sync *sync, uint64_t idle_ns, uint64_t now_ns, uint64_t *
     int status = before || (!sync->closed && idle(sync, idle_ns, now_ns)) ? SMB_OK : SMB_BUSY;
     if (status == SMB_OK && !before) {
         word_put(&sync->words->retired, SYNC_RETIRED);
-        sync->closed = SMB_NOT_FOUND;
+        refuse_from_now_on(sync, SMB_NOT_FOUND);
     }
     *token = word_get(&sync->words->locks[SYNC_USER].token);
     pthread_mutex_unlock(&sync->mutex);

@@ -164,8 +164,8 @@ void sync_on_sooner(struct sync *sync, void (*sooner)(void *argument, uint64_t a
 void sync_count_into(struct sync *sync, struct sync_counters *counters);
 
 /* Surround a fenced change of this segment's bytes. SMB_OK: the token is valid, and no lock is
- * granted until sync_fence_leave. SMB_LOCK_LOST. Cheap and shared: fenced changes do not exclude
- * each other. */
+ * granted until sync_fence_leave. SMB_LOCK_LOST, or after sync_close its status. Cheap and shared:
+ * fenced changes do not exclude each other. */
 int sync_fence_enter(struct sync *sync, uint64_t token, uint64_t now_ns);
 void sync_fence_leave(struct sync *sync);
 

@@ -440,6 +440,11 @@ int sync_fence_enter(struct sync *sync, uint64_t token, uint64_t now_ns)
 {
     struct sync_lock_words *lock = &sync->words->locks[token % SYNC_LOCKS];
     pthread_rwlock_rdlock(&sync->fence);
+    int closed = sync->closed;
+    if (closed != SMB_OK) {
+        pthread_rwlock_unlock(&sync->fence);
+        return closed;
+    }
     bool home = word_get(&lock->token) != 0;
     if (home ? lock_is_holder(lock, token, now_ns)
              : token != 0 && token >= word_get(&lock->fence)) {

@@ -48,7 +48,7 @@ static int make_change(struct smb_server *server, struct gate_request *request,
         return SMB_INVALID;
     int count = smb_segment_targets(segment, change, targets);
     for (int i = 0; i < count; i++) {
-        if (smb_segment_deleted(targets[i])) /* one of the states; missing() chooses the status */
+        if (smb_segment_deleted(targets[i])) /* one of the states: as gate_missing() */
             return i > 0 && replica_at(segment) ? SMB_APART : SMB_NOT_FOUND;
         if (count > 1 && !replica_at(segment) && smb_segment_moves(targets[i]))
             return SMB_INVALID;
@@ -124,6 +124,7 @@ static int prepare(struct gate_request *request, const uint8_t *payload,
         memcpy(words, smb_frame_brings(&request->frame) ? payload - SMB_APPLY_BYTES : payload,
                sizeof words);
         smb_store64(words, 0);
+        frame.argument = 0; /* the warden's id, if there is one: the fence is checked here alone */
         frame.payload = SMB_APPLY_BYTES + frame.length;
         payload = change->source;
     }
@@ -149,7 +150,14 @@ static int enter_fence(struct smb_server *server, struct gate_request *request,
         warden = request->warden;
     }
     *sync = served_of(warden)->sync;
-    return sync_fence_enter(*sync, smb_load64(fence), smb_boot_ns());
+    int status = sync_fence_enter(*sync, smb_load64(fence), smb_boot_ns());
+    if (status == SMB_NOT_FOUND && request->warden)
+        return gate_missing(request, status);
+    /* Elsewhere the lock could be granted to the next holder while this change is made. A change
+     * that is refused for its token binds nothing. */
+    if (status == SMB_OK && request->warden && (status = gate_bind_warden(request)) != SMB_OK)
+        sync_fence_leave(*sync);
+    return status;
 }
 
 /* The record is checked first, then the fence: a change that was made under the lock was made, even

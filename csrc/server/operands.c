@@ -7,9 +7,7 @@
 #include "server/replica.h"
 #include "server/server.h"
 
-/* The status for a missing operand. If the segment has two copies, the client would take
- * SMB_NOT_FOUND as a sign that the primary has changed, so it gets SMB_APART. */
-static int missing(const struct gate_request *request, int status)
+int gate_missing(const struct gate_request *request, int status)
 {
     bool copies = replica_at(request->segment);
     return status == SMB_NOT_FOUND && copies ? SMB_APART : status;
@@ -22,7 +20,7 @@ static int find_source(struct smb_server *server, struct gate_request *request, 
     struct smb_segment **source = &request->others[number];
     int status = *source ? SMB_OK : gate_find(server, request, id, SMB_RIGHT_READ, source);
     if (status != SMB_OK)
-        return missing(request, status);
+        return gate_missing(request, status);
     if (smb_segment_dtype(*source) != request->frame.dtype)
         return SMB_INVALID;
     struct replica *replica = replica_at(*source);
@@ -59,7 +57,7 @@ static int read_source(struct smb_server *server, struct gate_request *request, 
             .opcode = SMB_READ, .offset = offset, .bytes = request->frame.length, .sink = scratch};
         status = smb_segment_apply(source, &read, gate_patience(request));
         if (status != SMB_OK)
-            return missing(request, status);
+            return gate_missing(request, status);
         int wire = smb_frame_wire(&request->frame);
         if (wire != SMB_WIRE_EXACT)
             smb_kernel_round(wire, scratch, read.bytes / 4, 0, SMB_CHUNK_BYTES_MAX, scratch);
@@ -84,10 +82,10 @@ static int add_source(struct gate_request *request, int number, int wire, double
     if (!smb_segment_holds(source, frame->offset, frame->length))
         return SMB_INVALID;
     if (smb_segment_deleted(source))
-        return missing(request, SMB_NOT_FOUND);
+        return gate_missing(request, SMB_NOT_FOUND);
     int status = smb_segment_lock(source, frame->offset, gate_patience(request));
     if (status != SMB_OK)
-        return missing(request, status);
+        return gate_missing(request, status);
     const uint8_t *from = (const uint8_t *)smb_segment_data(source) + frame->offset;
     if (wire == SMB_WIRE_EXACT) {
         smb_kernel_apply(frame->dtype, op, scratch, from,
@@ -104,7 +102,7 @@ static int add_source(struct gate_request *request, int number, int wire, double
     struct replica *replica = replica_at(source);
     request->tries.gathered[number] = 1 + (replica ? replica_newest_of(replica, frame->offset) : 0);
     smb_segment_unlock(source, frame->offset);
-    return missing(request, smb_segment_still_there(source));
+    return gate_missing(request, smb_segment_still_there(source));
 }
 
 /* Computes the sum of several sources in scratch. Done once, and kept for further tries. */
@@ -165,7 +163,7 @@ static int read_step(struct smb_server *server, struct gate_request *request, co
         int status = id == 0 || *state ? SMB_OK
                                        : gate_find(server, request, id, SMB_RIGHT_WRITE, state);
         if (status != SMB_OK)
-            return missing(request, status);
+            return gate_missing(request, status);
         if (*state && (status = follows(server, request, *state, id)) != SMB_OK)
             return status;
         change->states[i] = *state;
@@ -214,11 +212,18 @@ int gate_find_warden(struct smb_server *server, struct gate_request *request, ui
                      ? SMB_OK
                      : gate_find(server, request, id, SMB_RIGHT_WRITE, &request->warden);
     if (status != SMB_OK)
-        return missing(request, status);
+        return gate_missing(request, status);
     status = follows(server, request, request->warden, id);
     if (status != SMB_OK || replica_at(request->segment))
         return status;
-    /* elsewhere the lock could be granted to the next holder while this change is made */
+    return smb_segment_moves(request->segment) || smb_segment_moves(request->warden) ? SMB_INVALID
+                                                                                     : SMB_OK;
+}
+
+int gate_bind_warden(struct gate_request *request)
+{
+    if (replica_at(request->segment))
+        return SMB_OK; /* one bundle moves together */
     return smb_segment_bind(request->segment) == SMB_OK &&
                    smb_segment_bind(request->warden) == SMB_OK
                ? SMB_OK

@@ -261,6 +261,35 @@ static void fenced_change_under_way(void)
     place_end(&place);
 }
 
+static void *close_it(void *argument)
+{
+    struct next_holder *last = argument;
+    sync_close(last->place.sync, SMB_NOT_FOUND);
+    last->status = SMB_NOT_FOUND;
+    return NULL;
+}
+
+/* A lock may fence changes of another buffer, which stays as its own is deleted. The deletion waits
+ * for a change that was admitted, and none is admitted after it: the lock of a buffer of that name
+ * that is made anew may have the next holder. */
+static void fenced_change_beside_a_deletion(void)
+{
+    struct place place;
+    struct asked a;
+    pthread_t thread;
+    place_make(&place);
+    CHECK_EQ(lock(&place, &a, 1, 1, 0, 0), SMB_OK);
+    CHECK_EQ(sync_fence_enter(place.sync, a.answer.a, place.now), SMB_OK);
+    struct next_holder last = {.place = place, .status = SMB_DEFERRED};
+    CHECK_EQ(pthread_create(&thread, NULL, close_it, &last), 0);
+    for (uint64_t end_ns = check_now_ns() + 50 * MS; check_now_ns() < end_ns;)
+        CHECK_EQ(last.status, SMB_DEFERRED);
+    sync_fence_leave(place.sync);
+    pthread_join(thread, NULL);
+    CHECK_EQ(sync_fence_enter(place.sync, a.answer.a, place.now), SMB_NOT_FOUND);
+    place_end(&place);
+}
+
 /* All parties arrive, all leave. Repetitions change nothing, the next round follows, and another
  * number of parties is refused. */
 static void barriers(void)
@@ -936,6 +965,7 @@ int main(void)
         TEST(long_queue),
         TEST(fences),
         TEST(fenced_change_under_way),
+        TEST(fenced_change_beside_a_deletion),
         TEST(barriers),
         TEST(broken_barriers),
         TEST(presence),
