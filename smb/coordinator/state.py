@@ -23,7 +23,7 @@ from smb.coordinator.leases import Leases
 from smb.coordinator.lineage import Lineage
 from smb.coordinator.placement import Pool
 from smb.coordinator.records import BufferRecord, Held, Kind, SegmentRecord, ServerRecord, SessionRecord, key_of
-from smb.coordinator.replicas import Copy, copies_on
+from smb.coordinator.replicas import Copy, CopyRole, copies_on
 from smb.errors import NOT_APPLIED, UNKNOWN, NotFoundError, UnavailableError
 from smb.published import LOG
 
@@ -80,6 +80,7 @@ class Interrupted:
     runs: Mapping[str, int]  # the instance id of each of its servers then
     # By server that has registered in this term, of those that should have a part or have one: which it has, whole.
     held: Mapping[str, frozenset[int]] = field(default_factory=dict)
+    leads: frozenset[str] = frozenset()  # of these, the ones that were primaries of a part when they registered
     used: bool = False  # some client has written to one of these segments
     newer: frozenset[int] = frozenset()  # segments of which some server has a later state than the record
 
@@ -315,8 +316,19 @@ class State:
         return Pool(free, dead, weights, self.stripe_bytes, hosts, addresses, zones, draining, plain)
 
     def copies(self, server: str) -> list[Copy]:
-        """Return the server's roles in buffers with roles, including buffers that are still being made."""
-        return [copy for record in self.buffers.at(server) for copy in copies_on(record, server)]
+        """Return the server's roles in buffers with roles, including buffers that are still being made.
+
+        A server that was restarted is no primary of a buffer while it is not known whether that was made: once that is
+        known, its backup takes over, and it would answer reads until it had heard of that.
+        """
+        return [
+            copy
+            for record in self.buffers.at(server)
+            for copy in copies_on(record, server)
+            if copy.role is not CopyRole.PRIMARY
+            or record.id not in self.interrupted
+            or server in self.interrupted[record.id].leads
+        ]
 
     def rival(self, event: ServerRegistered, now: Instant) -> ServerRecord | None:
         """Return the other run that holds this server's name while its lease runs. It may be dead all the same."""

@@ -6,7 +6,8 @@ buffer counts as made if each of its segments is whole where the records have it
 if nothing was ever written to it, and a segment is nowhere, or not on a server that should have it and has run all
 along: what is dropped then has nothing that a client was told of. If a segment is nowhere and others were used, the
 buffer counts as made, and that segment as lost. While a server that may have a segment has not been heard of, nothing
-is decided, clients do not see the buffer, and none of its copies takes over from another. Pure.
+is decided, clients do not see the buffer, none of its copies takes over from another, and a primary that was restarted
+does not lead again (`State.copies`). Pure.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from functools import partial
 
 from smb.coordinator.drop_rules import dropped, epoch_of
 from smb.coordinator.events import Effect, EraseBuffer, Instant, Report, SaveBuffer, ServerRegistered, WakeOpeners
-from smb.coordinator.records import BufferRecord
+from smb.coordinator.records import UNKNOWN_EPOCH, BufferRecord, Held
 from smb.coordinator.replicas import come_back
 from smb.coordinator.state import Interrupted, State, Step, end_copies_beside, remove, without
 from smb.coordinator.steps.copies import judge_copies
@@ -57,10 +58,21 @@ def heard_from(state: State, event: ServerRegistered) -> State:
             known,
             newer=known.newer | newer,
             held={**known.held, event.server.name: whole},
+            leads=known.leads - {event.server.name} | _leading(event, known, here),
             # What is being made, or copied, has nothing that its source lacks, and clients do not reach it.
             used=known.used or not all(each.untouched or each.begun for each in here.values()),
         )
     return replace(state, interrupted=waiting) if waiting else state
+
+
+def _leading(event: ServerRegistered, known: Interrupted, here: Mapping[int, Held]) -> frozenset[str]:
+    """Return the server's name if its process has been the primary of a part since that was made: it has forgotten
+    nothing. A server of an older version does not say that, and is known by its process alone.
+    """
+    name, run = event.server.name, event.server.instance_id
+    same_run = known.runs.get(name) == run
+    leads = any(each.primary or (each.epoch == UNKNOWN_EPOCH and same_run) for each in here.values())
+    return frozenset({name} if leads else ())
 
 
 def interrupted_judged(state: State, changes_max: int | None, now: Instant) -> Step:
@@ -130,9 +142,9 @@ def _made(state: State, record: BufferRecord, known: Interrupted, heard: Mapping
     )
     text = f"{made.title} counts as made: the coordinator was stopped within its creation, or its records were older"
     effects: list[Effect] = [SaveBuffer(made), WakeOpeners(made.key), Report(logging.WARNING, text)]
-    restarted = [name for name, run in known.runs.items() if name in heard and state.servers[name].instance_id != run]
+    restarted = heard.keys() - known.leads
     # First what is missing: no server takes over with a copy that it does not have.
-    for name, again in [*((name, False) for name in heard), *((name, True) for name in restarted)]:
+    for name, again in [*((name, False) for name in heard), *((name, True) for name in sorted(restarted))]:
         judge = partial(_come_back, made.id, name, heard[name], heard.keys(), again)
         state, saves = judge_copies(state, judge, None, of=(state.buffers[made.key],))
         effects += saves

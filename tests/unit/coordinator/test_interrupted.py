@@ -20,7 +20,8 @@ from smb.coordinator.events import (
     UnexplainedJudged,
     WakeOpeners,
 )
-from smb.coordinator.records import Held, Kind
+from smb.coordinator.records import UNKNOWN_EPOCH, Held, Kind
+from smb.coordinator.replicas import CopyRole
 from smb.coordinator.state import load
 from smb.drop_reasons import Ground
 from tests.support.decisions import Cluster, registration, returned, server
@@ -230,6 +231,70 @@ def test_a_primary_that_was_restarted_does_not_go_on_with_its_backup() -> None:
     assert judged(cluster) == ["half"]
     (segment,) = cluster.state.buffers["half"].segments
     assert (segment.server, segment.backup, segment.epoch) == ("b", "", 2)
+
+
+LEADS, FOLLOWS = replace(USED, epoch=1, primary=True), replace(USED, epoch=1, backup=True)
+
+
+def pair_in_question() -> Cluster:
+    """A buffer that is being made on "a" and "b", its backup, when the coordinator stops. "b" is heard of."""
+    cluster = Cluster()
+    cluster.register("a", "b")
+    cluster.want("half", replicas=2, server_names=("a",))
+    cluster = again(cluster)
+    back(cluster, "b", FOLLOWS)
+    return cluster
+
+
+def roles(cluster: Cluster, name: str) -> list[CopyRole]:
+    return [copy.role for copy in cluster.state.copies(name)]
+
+
+def test_a_primary_that_was_restarted_answers_nobody_until_it_is_decided() -> None:
+    """Its backup takes over then, and may hear of that seconds before it does: two servers would answer reads."""
+    cluster = pair_in_question()
+    back(cluster, "a", replace(USED, epoch=1), 2)
+    assert roles(cluster, "a") == []
+    assert roles(cluster, "b") == [CopyRole.BACKUP]
+    assert judged(cluster) == ["half"]
+    assert roles(cluster, "a") == []
+    assert roles(cluster, "b") == [CopyRole.PRIMARY]
+
+
+@pytest.mark.parametrize("run", [1, 2])
+def test_a_primary_that_leads_goes_on_with_its_backup(run: int) -> None:
+    """Also one that the records, which are older, have as another process: it was their primary from the beginning."""
+    cluster = pair_in_question()
+    back(cluster, "a", LEADS, run)
+    assert roles(cluster, "a") == [CopyRole.PRIMARY]
+    assert judged(cluster) == ["half"]
+    (segment,) = cluster.state.buffers["half"].segments
+    assert (segment.server, segment.backup, segment.epoch) == ("a", "b", 1)
+    assert roles(cluster, "a") == [CopyRole.PRIMARY]
+
+
+def test_a_restart_counts_for_the_leader_after_the_next() -> None:
+    """The one to which "a" registered first stops before it decides. Its records have the new process of "a"."""
+    cluster = pair_in_question()
+    back(cluster, "a", replace(USED, epoch=1), 2)
+    cluster = again(cluster, term=3)
+    back(cluster, "a", replace(USED, epoch=1), 2)
+    back(cluster, "b", FOLLOWS)
+    assert roles(cluster, "a") == []
+    assert judged(cluster) == ["half"]
+    (segment,) = cluster.state.buffers["half"].segments
+    assert (segment.server, segment.backup, segment.epoch) == ("b", "", 2)
+
+
+@pytest.mark.parametrize("run", [1, 2])
+def test_a_server_of_an_older_version_is_known_by_its_process(run: int) -> None:
+    """It does not say which roles it has."""
+    cluster = pair_in_question()
+    back(cluster, "a", replace(USED, epoch=UNKNOWN_EPOCH), run)
+    assert roles(cluster, "a") == ([CopyRole.PRIMARY] if run == 1 else [])
+    assert judged(cluster) == ["half"]
+    (segment,) = cluster.state.buffers["half"].segments
+    assert (segment.server, segment.backup) == (("a", "b") if run == 1 else ("b", ""))
 
 
 def test_a_backup_that_was_never_made_does_not_take_over() -> None:
