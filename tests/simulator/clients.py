@@ -29,7 +29,6 @@ ANSWER_S = 5.0
 LATER_S = 15.0  # how long a client keeps where a buffer is, at most
 NAMES = 4  # of each client of which it knows whether a buffer is there
 LOCKS = ("one", "two")
-NAMES_CHANGE = ("create", "delete", "find")  # the events of a time in which names change most
 JOINS_MOST = 0.7  # the part of new buffers that are to move together with another one
 PAUSE_S = 0.4  # between two events of a client, at most
 ELEMENTS = 4096
@@ -95,11 +94,12 @@ class Client:
         self.process.begin(self._renew())
 
     async def _run(self) -> None:
-        acts, weights = [act for _, act in _EVENTS], [weight for weight, _ in _EVENTS]
-        of_names = [weight * (act.__name__ in NAMES_CHANGE) for weight, act in _EVENTS]
+        acts = [act for _, act in _EVENTS]
         while not self.quiet:
             await asyncio.sleep(self._rng.random() * PAUSE_S)
-            (act,) = self._rng.choices(acts, of_names if self.world.names_change else weights)
+            prefers = self.world.prefers
+            of_these = [weight * (not prefers or act.__name__ in prefers) for weight, act in _EVENTS]
+            (act,) = self._rng.choices(acts, of_these)
             self.doing, self.since = act.__name__, self.world.loop.time()
             try:
                 await act(self)
@@ -194,7 +194,7 @@ class Client:
         name, rng = self._some(there=False) or self._new_name(), self._rng
         replicas = rng.choice((1, 2, 2, 2))
         like = [each for each in self.names.values() if each is not None and each.replicas == 2]
-        joins = bool(like) and rng.random() < (JOINS_MOST if self.world.names_change else self._joins)
+        joins = bool(like) and rng.random() < (JOINS_MOST if self.world.prefers else self._joins)
         elements = rng.choice((ELEMENTS, ELEMENTS, rng.randrange(1 << 20, 6 << 20)))
         stripe = rng.choice((0, 0, 4096 * (elements // 1536)))
         attempt = rng.getrandbits(60) + 1

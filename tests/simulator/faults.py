@@ -40,6 +40,8 @@ METHODS = (
     "CreateSegment", "CreateSegment", "DeleteSegment", "TakeRoles", "TakeRoles", "Inventory", "EndSessions",
     "RetireSegments", "RegisterServer", "RegisterServer", "RenewServer", "CreateBuffer", "DeleteBuffer", "RenameBuffer",
 )  # fmt: skip
+NAMES_CHANGE = ("create", "delete", "find")  # of the events of clients, those by which names change
+NEW_DATA = ("create", "write")
 WAITS_S = 10.0  # how long a fault that is to happen to a cluster which is whole waits for that, at most
 Fault = Callable[["World", Step], Awaitable[None]]
 FAULTS: dict[str, tuple[int, Fault]] = {}
@@ -79,7 +81,7 @@ async def server_killed(world: World, step: Step) -> None:
     world.start_server(name)
 
 
-@fault(8)
+@fault(7)
 async def memory_lost(world: World, step: Step) -> None:
     """A host is lost with its memory, and back, empty: at once, within the leases, or when they have run out."""
     name = _server(world, step)
@@ -89,7 +91,7 @@ async def memory_lost(world: World, step: Step) -> None:
         world.start_server(name)
 
 
-@fault(3)
+@fault(4)
 async def old_memory(world: World, step: Step) -> None:
     """A host is lost, and later it is back with the memory from before, which a new one had taken the place of."""
     name = _server(world, step)
@@ -154,7 +156,7 @@ async def unheard(world: World, step: Step) -> None:
     world.network.cuts -= cuts
 
 
-@fault(6)
+@fault(8)
 async def struck(world: World, step: Step) -> None:
     """Who sends or gets a certain message is killed just then, with or without its memory."""
     rng = step.rng()
@@ -229,7 +231,7 @@ async def coordinator_held_up(world: World, step: Step) -> None:
     process.resume()
 
 
-@fault(2)
+@fault(3)
 async def all_late(world: World, step: Step) -> None:
     """No memory server reaches a coordinator for a while, nor the other way around; all else goes on."""
     names, coordinators = sorted(world.hosts), world.coordinator_names
@@ -276,17 +278,36 @@ async def backup_restored(world: World, step: Step) -> None:
     if rng.random() < 0.6:
         later_s = rng.choice((rng.random() * 0.02, rng.random(), later_s))
         await world.until_stored(rng.choice(BEGINNINGS), within_s=6.0)
-    backup, made_at = world.store.backup(), world.loop.time()
+    restore = _restoring(world)
     await asyncio.sleep(later_s)
+    await _without_coordinators(world, step, restore)
+
+
+def _restoring(world: World) -> Callable[[], None]:
+    """Make a backup of the store now, and return what puts it back."""
+    backup, made_at = world.store.backup(), world.loop.time()
 
     def restore() -> None:
         world.store.restore(backup)
         world.put_back(made_at)
 
+    return restore
+
+
+@fault(2)
+async def made_after_backup(world: World, step: Step) -> None:
+    """A backup of the store that was made within a creation is put back. Meanwhile a client was told that the buffer is
+    there, and has written to it. Its servers may have heard of no later change of the store.
+    """
+    await world.until_stored("BufferWanted", within_s=6.0)
+    parts = world.truth.parts
+    known, restore, world.prefers = set(parts), _restoring(world), NEW_DATA
+    await world.until(lambda: any(part.acknowledged for number, part in parts.items() if number not in known), 1.5)
+    world.prefers = ()
     await _without_coordinators(world, step, restore)
 
 
-NAMES_CHANGE_S = 10.0  # after a restore: for longer than servers have to report what they hold
+NAMES_CHANGE_S = 8.0  # after a restore: for longer than servers have to report what they hold
 
 
 @fault(3)
@@ -294,12 +315,12 @@ async def cluster_restored(world: World, step: Step) -> None:
     """A backup of the store is put back after buffers were made and deleted, and perhaps moved. Clients go on with
     that. All servers are started anew with the coordinators, or one did not hear of the last deletions.
     """
-    rng = step.rng()
-    backup, made_at, world.names_change = world.store.backup(), world.loop.time(), True
+    rng, restore = step.rng(), _restoring(world)
     if rng.random() < 0.5:
         if await world.until(world.may_lose, WAITS_S):
             await memory_lost(world, step)
         await world.until(world.may_lose, WAITS_S)
+    world.prefers = NAMES_CHANGE
     await asyncio.sleep(rng.uniform(1.0, 6.0))
     names = sorted(world.hosts) if rng.random() < 0.5 else []
     unheard = {(other, _server(world, step)) for other in world.coordinator_names}
@@ -307,17 +328,30 @@ async def cluster_restored(world: World, step: Step) -> None:
     await asyncio.sleep(rng.uniform(0.5, 2.0))
     for name in names:
         world.kill_server(name)
-
-    def restore() -> None:
-        world.store.restore(backup)
-        world.put_back(made_at)
-
     world.network.cuts -= unheard
     await _without_coordinators(world, step, restore)
     for name in names:
         world.start_server(name)
     await asyncio.sleep(NAMES_CHANGE_S)
-    world.names_change = False
+    world.prefers = ()
+
+
+@fault(3)
+async def moved_after_backup(world: World, step: Step) -> None:
+    """A backup of the store is put back after copies have left a server that was drained. Clients go on, and make
+    buffers that are to move together with what has moved.
+    """
+    name, rng = _server(world, step), step.rng()
+    if not await world.until(world.may_lose, WAITS_S):
+        return
+    restore = _restoring(world)
+    await world.operate("DrainServer", pb.DrainServerRequest(name=name))
+    await world.until(lambda: not world.has_copies(name), WAITS_S)
+    await asyncio.sleep(rng.random())
+    world.prefers = NAMES_CHANGE
+    await _without_coordinators(world, step, restore)
+    await asyncio.sleep(NAMES_CHANGE_S)
+    world.prefers = ()
 
 
 async def _without_coordinators(world: World, step: Step, act: Callable[[], None]) -> None:

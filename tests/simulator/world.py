@@ -139,7 +139,7 @@ class World:
         self._down_at: dict[str, float] = {}  # by host: when its process was last killed or stopped
         self.late_since: dict[str, float] = {}  # servers that were cut off together, while all was well otherwise
         self.late_by: frozenset[tuple[str, str]] = frozenset()  # what cuts them off
-        self.names_change = False  # clients create and delete buffers, and do nothing else
+        self.prefers: tuple[str, ...] = ()  # the events that clients choose from; empty: all
         self.lost_at: dict[str, float] = {}  # by host: when its memory was lost last
         self.held_since: float | None = None  # since when lost copies are not made anew, for maintenance
         self._alone_since: dict[int, float] = {}
@@ -523,6 +523,11 @@ class World:
             self._stubs[address] = CoordinatorStub(Channel(self.network, address))  # type: ignore[no-untyped-call]
         return self._stubs[address]
 
+    def has_copies(self, name: str) -> bool:
+        """Whether the records have a copy on a memory server, as far as a leader shows them."""
+        state = self.leading_state()
+        return state is None or state.allocation(name).segments > 0
+
     def has_registered(self, state: State, name: str) -> bool:
         """Whether the run of a memory server that the coordinator knows is the present one, and lives."""
         known, run = state.servers.get(name), self.servers[name]
@@ -605,7 +610,7 @@ class World:
     def heal(self) -> None:
         """End all faults."""
         self.network.cuts.clear()
-        self.names_change = False
+        self.prefers = ()
         self.strikes = []
         self.network.slow.clear()
         self.network.breaks = 0.0
