@@ -115,6 +115,9 @@ class State:
     # not make another buffer. Not stored: the answer would have to stay lost over creation, deletion and a new leader.
     deleted_attempts: tuple[int, ...] = ()
     interrupted: Mapping[int, Interrupted] = field(default_factory=dict)  # by id of the buffer, which is not ready
+    # By segment: the server that was its primary until another one took over, as a creation was decided. It lives, and
+    # answers reads until it has heard of that.
+    former_primaries: Mapping[int, str] = field(default_factory=dict)
     # Progress of copies, by the server that makes them, from its last report.
     progress: Mapping[str, Mapping[int, CopyProgress]] = field(default_factory=dict)
     lineage: Lineage = field(default_factory=Lineage)
@@ -318,17 +321,22 @@ class State:
     def copies(self, server: str) -> list[Copy]:
         """Return the server's roles in buffers with roles, including buffers that are still being made.
 
-        A server that was restarted is no primary of a buffer while it is not known whether that was made: once that is
-        known, its backup takes over, and it would answer reads until it had heard of that.
+        Two servers must never answer reads of a segment. So a server that was restarted is no primary of a buffer while
+        it is not known whether that was made: its backup takes over once that is known. And nobody becomes the primary
+        of a segment while its former one has not heard of that and its lease runs.
         """
         return [
             copy
             for record in self.buffers.at(server)
             for copy in copies_on(record, server)
-            if copy.role is not CopyRole.PRIMARY
-            or record.id not in self.interrupted
-            or server in self.interrupted[record.id].leads
+            if copy.role is not CopyRole.PRIMARY or self._may_lead(server, record, copy.segment_id)
         ]
+
+    def _may_lead(self, server: str, record: BufferRecord, segment_id: int) -> bool:
+        waiting = self.interrupted.get(record.id)
+        if waiting is not None and server not in waiting.leads:
+            return False
+        return self.former_primaries.get(segment_id) not in self.server_leases.ends
 
     def rival(self, event: ServerRegistered, now: Instant) -> ServerRecord | None:
         """Return the other run that holds this server's name while its lease runs. It may be dead all the same."""

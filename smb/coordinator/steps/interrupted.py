@@ -107,7 +107,11 @@ def interrupted_judged(state: State, changes_max: int | None, now: Instant) -> S
         if (nowhere or never_made) and not known.used:
             state, ended = _taken_back(state, record)
         else:
+            before = state
             state, ended = _made(state, record, known, held)
+            state = _with_former_primaries(
+                state, before, [each.record.key for each in ended if isinstance(each, SaveBuffer)]
+            )
             decided |= known.held.keys()
         effects += ended
         ends += 1
@@ -149,6 +153,17 @@ def _made(state: State, record: BufferRecord, known: Interrupted, heard: Mapping
         state, saves = judge_copies(state, judge, None, of=(state.buffers[made.key],))
         effects += saves
     return state, tuple(effects)
+
+
+def _with_former_primaries(state: State, before: State, keys: Iterable[str]) -> State:
+    """Return the state with the servers from which others took over, of these buffers: they must register again."""
+    former = {
+        segment.id: was.server
+        for key in keys
+        for segment, was in zip(state.buffers[key].segments, before.buffers[key].segments, strict=True)
+        if segment.server != was.server
+    }
+    return replace(state, former_primaries={**state.former_primaries, **former}) if former else state
 
 
 def _come_back(

@@ -258,7 +258,46 @@ def test_a_primary_that_was_restarted_answers_nobody_until_it_is_decided() -> No
     assert roles(cluster, "b") == [CopyRole.BACKUP]
     assert judged(cluster) == ["half"]
     assert roles(cluster, "a") == []
-    assert roles(cluster, "b") == [CopyRole.PRIMARY]
+    (segment,) = cluster.state.buffers["half"].segments
+    assert (segment.server, segment.backup, segment.epoch) == ("b", "", 2)
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_nobody_takes_over_from_a_server_that_has_not_heard_of_it(dies: bool) -> None:
+    """ "a" never made its part of "state", and leads "w", which moves together with that. "b" goes on alone with both,
+    since nobody knows what "c" had: it is told so when "a" has registered and renewed, or its lease has ended.
+    """
+    cluster = Cluster()
+    cluster.register("a", "b", "c", "d")
+    cluster.create("w", replicas=2, server_names=("a", "c"), elements=1 << 20, stripe_bytes=2 << 20)
+    cluster.want("state", like="w", joins=True, replicas=2)
+    pairs = [(each.server, each.backup) for each in cluster.state.buffers["state"].segments]
+    (first, backup), (second, its_backup) = pairs
+    assert len({first, backup, second, its_backup}) == 4
+    cluster = again(cluster)
+    w, state = (cluster.state.buffers[name].segments for name in ("w", "state"))
+    for name, numbers in (
+        (first, [w[0].id]),
+        (backup, [w[0].id, state[0].id]),
+        (second, [w[1].id, state[1].id]),
+        (its_backup, [w[1].id, state[1].id]),
+    ):
+        held = Held(1, untouched=True, primary=name in (first, second), backup=name in (backup, its_backup))
+        cluster.do(returned(cluster.state, name, 1, numbers, as_held=held))
+        cluster.do(registration(cluster.state, server(name), numbers, as_held=held))
+    cluster.do(ServerDied(second, 1))
+    assert judged(cluster) == ["state", "w"]
+    assert cluster.state.buffers["w"].segments[0].server == backup
+    assert roles(cluster, first) == roles(cluster, backup) == []
+    if dies:
+        cluster.do(ServerDied(first, 1))
+    else:
+        numbers = [w[0].id]
+        cluster.do(returned(cluster.state, first, 1, numbers))
+        cluster.do(registration(cluster.state, server(first), numbers))
+        assert roles(cluster, backup) == []  # the answer may be under way
+        cluster.renew(first)
+    assert roles(cluster, backup) == [CopyRole.PRIMARY] * 2
 
 
 @pytest.mark.parametrize("run", [1, 2])
