@@ -334,10 +334,14 @@ class Engine:
                 yield from ((number, bundle.epoch) for number in bundle.members)
 
     def copying(self) -> Iterator[tuple[int, int, int]]:
-        """Yield the bundles that it copies to a backup that has confirmed all so far: number, epoch, chunks."""
+        """Yield the bundles that it copies to a backup that has confirmed all so far: number, epoch, chunks. Those of
+        which all members that the records had were deleted have nothing left to copy.
+        """
         for bundle in self._bundles.values():
             copying = bundle.copying
-            if copying is not None and not copying.whole and bundle.broken_at is None and not bundle.queue:
+            if copying is None or not self._with_role(bundle, copying.epoch):
+                continue
+            if not copying.whole and bundle.broken_at is None and not bundle.queue:
                 yield bundle.number, bundle.epoch, copying.chunks
 
     def leads(self, segment_id: int, epoch: int) -> bool:
