@@ -209,40 +209,48 @@ class _TakingUp:
 
 def _members_held(
     taking: _TakingUp, bundles: Bundles, record: BufferRecord, segment: SegmentRecord
-) -> Callable[[str, int], frozenset[int]]:
-    """Return a function that returns which members of this segment's bundle a server holds, whole, in an epoch."""
+) -> Callable[[str, int | None], frozenset[int]]:
+    """Return a function that returns which members of this segment's bundle a server holds, whole, in an epoch, or in
+    any.
+    """
     members = [each.id for _, each in bundles.members(record, segment)]
 
-    def held_by(server: str, epoch: int) -> frozenset[int]:
+    def held_by(server: str, epoch: int | None) -> frozenset[int]:
         held, missing = taking.unexplained.get(server, {}), taking.missing.get(server, ())
         had = server in (segment.server, segment.backup)
         return frozenset(
             each
             for each in members
-            if ((held[each].whole and held[each].epoch == epoch) if each in held else had and each not in missing)
+            if (
+                (held[each].whole and epoch in (None, held[each].epoch))
+                if each in held
+                else had and each not in missing
+            )
         )
 
     return held_by
 
 
 def _as_claimed(
-    segment: SegmentRecord, claims: Mapping[str, Held], members_held: Callable[[str, int], frozenset[int]]
+    segment: SegmentRecord, claims: Mapping[str, Held], members_held: Callable[[str, int | None], frozenset[int]]
 ) -> SegmentRecord:
     """Return the segment with its newest whole copies. If there are two that both know their roles, in the same epoch,
-    and hold the same members of the bundle (one may have been made since), both go on. Otherwise one of them goes on
-    alone, in the next epoch, because it is unknown which changes the other one has not forwarded.
+    and hold the same members of the bundle, all in that epoch, both go on: a member may have been made since, or was
+    deleted, and one of them has kept it. Otherwise one of them goes on alone, in the next epoch, because it is unknown
+    which changes the other one has not forwarded.
     """
     newest = max(held.epoch for held in claims.values())
     at = {server: held for server, held in sorted(claims.items()) if held.epoch == newest}
     primary = next((server for server, held in at.items() if held.primary), "")
     backup = next((server for server, held in at.items() if held.backup), "")
-    if primary and backup and members_held(primary, newest) == members_held(backup, newest):
+    held_of_pair = {members_held(server, epoch) for server in (primary, backup) for epoch in (newest, None)}
+    if primary and backup and len(held_of_pair) == 1:
         roles = replace(segment, server=primary, backup=backup, epoch=newest, backup_made=newest)
     else:
         usual = (segment.server, segment.backup)
         alone = max(
             sorted(at, key=lambda server: (server != primary, server not in usual)),
-            key=lambda server: len(members_held(server, newest)),
+            key=lambda server: (len(members_held(server, newest)), len(members_held(server, None))),
         )
         roles = replace(segment, server=alone, backup="", epoch=newest + 1, backup_made=0)
     return replace(roles, copying_to="", made=newest)

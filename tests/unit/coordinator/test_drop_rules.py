@@ -421,8 +421,10 @@ def test_nothing_joins_what_the_records_have_in_an_old_place(cluster: Cluster) -
     assert segment(cluster, "m").server == "c"
 
 
-def without_the_member(cluster: Cluster) -> Cluster:
-    """The records of "m", which moved with "w" and was deleted since, are back; a pair of servers has "w" alone."""
+def without_the_member(cluster: Cluster, *kept_by: str) -> Cluster:
+    """The records of "m", which moved with "w" and was deleted since, are back; a pair of servers has "w" alone. Some
+    did not hear of the deletion.
+    """
     cluster.create("m", like="w", joins=True, replicas=0)
     older, number = cluster.state, segment(cluster).id
     cluster.do(BufferDeleted("m", False))
@@ -432,6 +434,11 @@ def without_the_member(cluster: Cluster) -> Cluster:
     back(cluster, "a", frozenset({number}), as_held=Held(4, primary=True), stamps=told)
     back(cluster, "b", run=2)
     back(cluster, "c", frozenset({number}), as_held=Held(4, backup=True), stamps=told)
+    member, beside, missing = segment(cluster, "m").id, dict(cluster.state.unexplained), dict(cluster.state.missing)
+    for name in kept_by:
+        beside[name] = {**beside[name], member: Held(2, quarantined=True)}
+        missing[name] -= {member}
+    cluster.state = replace(cluster.state, unexplained=beside, missing=missing)
     judge(cluster)
     return cluster
 
@@ -442,6 +449,18 @@ def test_a_pair_goes_on_without_a_member_that_neither_holds(cluster: Cluster) ->
     """
     cluster = without_the_member(cluster)
     assert (segment(cluster).server, segment(cluster).backup, segment(cluster).epoch) == ("a", "c", 4)
+
+
+@pytest.mark.parametrize("kept_by", ["a", "c", "ac"])
+def test_a_pair_does_not_go_on_with_a_member_from_before(cluster: Cluster, kept_by: str) -> None:
+    """Nor is it known that both have the same of it if both have kept it. One goes on alone, with it: it counted as
+    whole on both servers.
+    """
+    cluster = without_the_member(cluster, *kept_by)
+    for name in ("w", "m"):
+        (at,) = cluster.state.buffers[name].segments
+        assert (at.server, at.backup, at.epoch) == (kept_by[0], "", 5)
+    assert cluster.state.confirmed(kept_by[0], segment(cluster, "m").id, cluster.now)
 
 
 def test_nothing_joins_a_pair_that_lacks_a_member(cluster: Cluster) -> None:
