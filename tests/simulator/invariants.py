@@ -137,7 +137,7 @@ def what_is_paired_is_there(world: World, before: State, state: State) -> str:
     for key, record in state.buffers.items():
         if not record.ready or before.buffers.get(key) is record:
             continue
-        known = before.buffers.get(key)
+        known = before.buffers.get(key) or before.buffers.with_id(record.id)  # it was renamed
         pairs = {(each.id, each.server, each.backup) for each in known.segments} if known is not None else set()
         for segment in record.segments if record.movable else ():
             if not segment.backup or (segment.id, segment.server, segment.backup) in pairs:
