@@ -277,6 +277,16 @@ def copies_ended(state: State, event: CopiesEnded, _: Instant) -> Step:
     return judge_copies(state, judge, event.changes_max, text, level, of=here)
 
 
+def _with_segments_of(judged: BufferRecord, present: BufferRecord, segment_ids: frozenset[int]) -> BufferRecord:
+    """Return the judged record with these segments as they are at present."""
+    if judged is present or segment_ids.isdisjoint(segment.id for segment in present.segments):
+        return judged
+    segments = tuple(
+        was if was.id in segment_ids else now for was, now in zip(present.segments, judged.segments, strict=True)
+    )
+    return present if segments == present.segments else replace(judged, segments=segments)
+
+
 def judge_copies(
     state: State,
     judge: Callable[[BufferRecord], BufferRecord],
@@ -287,19 +297,23 @@ def judge_copies(
     of: Iterable[BufferRecord] | None = None,
 ) -> Step:
     """Replace buffers' records by those that `judge` returns, at most `changes_max` of them. All segments of a bundle
-    change at once, however many they are. Segments that are `contested`, or of which a server has a newer copy, stay.
-    `of`: the records to judge; None: all.
+    change at once, however many they are. Segments that are `contested`, or of which a server has a newer copy, stay,
+    with their bundles; others of the same buffer change. `of`: the records to judge; None: all.
     """
     effects: list[Effect] = []
     changed: dict[str, BufferRecord] = {}
     left = CHANGED_BYTES_MAX
     bundles: Bundles | None = None
     contested |= state.contested()
+    if contested:
+        bundles = Bundles(state.buffers.values())
+        contested = bundles.named_by(contested)
     for record in state.buffers.values() if of is None else of:
-        if not record.movable or not contested.isdisjoint(segment.id for segment in record.segments):
+        if not record.movable:
             continue
         present = changed.get(record.key, record)
-        if (judged := judge(present)) is present:
+        judged = _with_segments_of(judge(present), present, contested)
+        if judged is present:
             continue
         bundles = bundles or Bundles(state.buffers.values())
         together = [judged, *bundles.followers(judged, changed)]

@@ -421,6 +421,35 @@ def test_nothing_joins_what_the_records_have_in_an_old_place(cluster: Cluster) -
     assert segment(cluster, "m").server == "c"
 
 
+def test_segments_beside_a_contested_one_change_roles() -> None:
+    """One segment of a buffer is newer than the restored records. Another one's primary comes back without its memory:
+    its backup takes over at once, as nobody would judge it again once the newer one was taken up.
+    """
+    cluster = Cluster()
+    cluster.register("a", "b", "c", "d")
+    cluster.create(replicas=2, server_names=("a", "c"), stripe_bytes=2 << 20)
+    first, second = cluster.state.buffers["w"].segments
+    cluster = again(cluster)
+    told = (Stamp(cluster.state.lineage.stamp.cluster, 7, 7),)
+    for name, held in (
+        (first.backup, {first.id: Held(1, backup=True)}),
+        (second.server, {second.id: Held(4, primary=True)}),
+        (second.backup, {second.id: Held(4, backup=True)}),
+    ):
+        (as_held,) = held.values()
+        back(cluster, name, frozenset(held), as_held=as_held, stamps=told)
+    assert cluster.state.contested() == {second.id}
+    back(cluster, first.server, run=2)
+    after, contested = cluster.state.buffers["w"].segments
+    assert (after.server, after.backup, after.epoch) == (first.backup, "", 2)
+    assert contested == second
+    judge(cluster)
+    after, taken_up = cluster.state.buffers["w"].segments
+    assert after.server == first.backup
+    assert taken_up.epoch == 4
+    assert cluster.state.lost_segments(cluster.now) == frozenset()
+
+
 def without_the_member(cluster: Cluster, *kept_by: str) -> Cluster:
     """The records of "m", which moved with "w" and was deleted since, are back; a pair of servers has "w" alone. Some
     did not hear of the deletion.
