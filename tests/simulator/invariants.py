@@ -24,6 +24,7 @@ _AFTER: dict[str, list[Callable[..., str]]] = defaultdict(list)
 AT_REST: list[Callable[[World], str]] = []
 ALONE_S_MAX = 18.0
 LISTED_S_MAX = 3.0
+UNLISTED_S_MAX = 8.0  # until a server has renewed, and registered again
 DROP_S_MAX = 3.0  # a server has dropped what it was told to, and the coordinator has its answer
 COPYING_S_MAX = 8.0  # until a copy's next chunk; all copies of a server share its rate
 ABOUT_TO_BEGIN_S = 12.0  # in which a copy that was decided begins, or its server does not answer in time
@@ -216,6 +217,17 @@ def what_is_listed_is_there(world: World, server: str, number: int, gone_s: floa
     """Memory that a server has dropped is not listed there for long, while nothing befalls it."""
     well = gone_s > LISTED_S_MAX and world.is_calm(world.leader_name(), server, "etcd", for_s=gone_s + DROP_S_MAX)
     return f"{number:016x} is listed at {server}, where it has not been for {gone_s:.1f} s" if well else ""
+
+
+@after("unlisted")
+def what_is_there_is_listed(world: World, server: str, number: int, there_s: float) -> str:
+    """Memory that the records do not have at a server is listed there soon, while nothing befalls it."""
+    well = there_s > UNLISTED_S_MAX and world.is_calm(world.leader_name(), server, "etcd", for_s=there_s)
+    return (
+        f"{server} holds {number:016x} since {there_s:.1f} s, which no record has there and no list shows"
+        if well
+        else ""
+    )
 
 
 @after("read")

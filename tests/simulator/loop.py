@@ -88,6 +88,11 @@ class Process:
         self.alive, self.held = False, []
 
 
+def _given(context: contextvars.Context | None) -> contextvars.Context:
+    """Return that context, which may be empty, and is false then; None: a copy of the present one."""
+    return contextvars.copy_context() if context is None else context
+
+
 def this_process() -> Process | None:
     """Return the process that runs now; None: the wire, or the world outside."""
     return _PROCESS.get()
@@ -116,7 +121,7 @@ class Loop(asyncio.AbstractEventLoop):
         self, callback: Callable[..., object], *args: Any, context: contextvars.Context | None = None
     ) -> Handle:
         """Run it next."""
-        handle = Handle(callback, args, context or contextvars.copy_context(), self._now)
+        handle = Handle(callback, args, _given(context), self._now)
         if not self._closed:
             self._ready.append(handle)
         return handle
@@ -131,7 +136,7 @@ class Loop(asyncio.AbstractEventLoop):
         self, when: float, callback: Callable[..., object], *args: Any, context: contextvars.Context | None = None
     ) -> Handle:
         """Run it at that moment."""
-        handle = Handle(callback, args, context or contextvars.copy_context(), when)
+        handle = Handle(callback, args, _given(context), when)
         if not self._closed:
             self._count += 1
             heapq.heappush(self._timers, (when, self._count, handle))

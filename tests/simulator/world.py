@@ -145,6 +145,7 @@ class World:
         self._alone_since: dict[int, float] = {}
         self._copying_since: dict[tuple[str, int, int, int, int], float] = {}
         self._ghosts_since: dict[tuple[str, int], float] = {}
+        self._unlisted_since: dict[tuple[str, int], float] = {}
         self._stubs: dict[str, Any] = {}  # by address
         self.strikes: list[Callable[[str, str, str], bool]] = []  # are asked about each message; true: they are over
         self._awaited: list[tuple[str, asyncio.Future[None]]] = []  # kinds of events, and who waits for them
@@ -261,7 +262,7 @@ class World:
             invariants.check(self, "alone", number, title, now - self._alone_since[number])
 
     def _look_at_lists(self, state: State) -> None:
-        """See for how long memory has been listed that a server does not hold any more."""
+        """See for how long memory has been listed that a server does not hold any more, or held that is not listed."""
         now = self.loop.time()
         ghosts = {
             (name, number)
@@ -272,6 +273,16 @@ class World:
         self._ghosts_since = {each: self._ghosts_since.get(each, now) for each in ghosts}
         for (name, number), since in self._ghosts_since.items():
             invariants.check(self, "listed", name, number, now - since)
+        there = {(copy.server, copy.id) for record in state.buffers.values() for copy in record.copies}
+        unlisted = {
+            (name, number)
+            for name, host in self.hosts.items()
+            for number in host.segments
+            if (name, number) not in there and number not in state.unexplained.get(name, ())
+        }
+        self._unlisted_since = {each: self._unlisted_since.get(each, now) for each in unlisted}
+        for (name, number), since in self._unlisted_since.items():
+            invariants.check(self, "unlisted", name, number, now - since)
 
     def _look_at_roles(self, state: State) -> None:
         """See which servers answer reads of a segment without asking anybody, and whom the records have in their place;
