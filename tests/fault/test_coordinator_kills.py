@@ -293,8 +293,9 @@ def test_every_failpoint_has_its_case() -> None:
     """None is forgotten, and none is tested that is not there."""
     sources = [*(SOURCES / "smb").rglob("*.py"), *(SOURCES / "memserver").rglob("*.py")]
     points = {point for path in sources for point in re.findall(r'\bfailpoint\("([^"]+)"\)', path.read_text())}
-    # test_train_kills.py, test_elastic_kills.py, test_drain.py, test_switched_roles.py, tests/train/test_overlap.py
-    elsewhere = {*CLOSING, *SENT, *HSGD, *MOVING, *MOVING_ONE, *SWITCHING, "train-part"}
+    # test_train_kills.py, test_elastic_kills.py, test_drain.py, test_switched_roles.py, tests/train/test_overlap.py,
+    # tests/train/test_many_members.py
+    elsewhere = {*CLOSING, *SENT, *HSGD, *MOVING, *MOVING_ONE, *SWITCHING, "train-part", "train-word-decided"}
     assert points == {point.split(":")[0] for point in [*dict(COORDINATOR_CASES + SERVER_CASES), *elsewhere]}
 
 

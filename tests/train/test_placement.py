@@ -336,7 +336,7 @@ def test_the_command_tells_it_of_each_worker(cluster: smb.LocalCluster, connect:
         assert re.search(r"worker-1 .* no ", answer.output), answer.output
     answer = CliRunner().invoke(app, ["explain", "nothing", "--coordinator", cluster.address])
     assert isinstance(answer.exception, smb.NotFoundError)
-    assert 'no training is named "nothing"' in str(answer.exception)
+    assert 'no training and no published state is named "nothing"' in str(answer.exception)
 
 
 def test_advice_follows_from_the_counters() -> None:

@@ -28,7 +28,7 @@ def explain(
     coordinator: Coordinator = None,
     as_json: Json = False,
 ) -> None:
-    """Explain what a training's exchanges, or a published state, cost, and what may help.
+    """Explain what a training or a published state costs.
 
     Of a training: workers report every 2 s, by their own counters, the transport by which they reach the shared
     weights, whether their parameters lie in one array (smb.torch.place), bytes that a contribution sends and receives,
@@ -39,7 +39,8 @@ def explain(
     generations they have published or read; of each the bytes, the copies, and the seconds for which the process stood
     still, and the share of its time that this makes. "-" says that a client does not report or count it.
 
-    In a script, print(shared.explain()), print(publisher.explain()) and print(follower.explain()) tell more.
+    Both say what may help. In a script, print(shared.explain()), print(publisher.explain()) and
+    print(follower.explain()) tell more.
 
     Example: smb explain digits
     """
