@@ -594,7 +594,8 @@ def _check_alone(model: torch.nn.Module, name: str, client: smb.Client) -> None:
         if each._trains(parameters):
             raise InvalidArgumentError(
                 f"smb.torch.join: this model is already joined to {each._name!r}; close() the result of that join "
-                f"first. If the result is lost, make the optimizer anew: the former join ends with its optimizer"
+                f"first. If the result is lost, make the optimizer anew: the former join ends with its optimizer. "
+                f"If something keeps that, as a notebook keeps what a cell shows, close() its client"
             )
         if each._waits and each._has_stepped:
             raise InvalidArgumentError(f"smb.torch.join: {_waits_for_itself(name)}")
@@ -619,7 +620,7 @@ def _left_over(found: Iterable[Shared]) -> list[Shared]:
 def _waits_for_itself(name: str) -> str:
     return (
         f"this thread has joined {name!r} before, and each of its two workers would wait for the other. Call close() "
-        f"of the first join's result, or run this again if that result is lost: an exception before may have kept it. "
+        f"of the first join's result, or, if that result is lost, run this again, or close its client. "
         f"In a notebook use join in a with block; to train two in one process, join each in the thread that steps it"
     )
 

@@ -45,5 +45,7 @@ class LongWait:
             waited_s,
             ", ".join(names[:_NAMES_MAX]) + (f" and {more} more" if more > 0 else ""),
             lacking,
-            "; this process has joined twice: close() or abandon() the other worker" if own else "",
+            "; this process has joined twice: close() or abandon() the other worker"
+            if own
+            else "; one that trains no more, as in a notebook's interrupted cell, must call close(), or end",
         )
