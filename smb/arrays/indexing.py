@@ -91,8 +91,8 @@ def _selected(name: str, shape: tuple[int, ...], index: Any) -> tuple[int, tuple
             row = operator.index(part)
         except TypeError:
             raise InvalidArgumentError(
-                f"buffer {name!r}: the index {index!r} does not select elements that lie side by side: use integers, "
-                f"then one slice without a step; or index the array that read() returns"
+                f"buffer {name!r}: the index {reprlib.repr(index)} does not select elements that lie side by side: use "
+                f"integers, then one slice without a step; or index the array that read() returns"
             ) from None
         if not -shape[at] <= row < shape[at]:
             raise IndexError(f"buffer {name!r}: index {row} is out of range for dimension {at} of {shape[at]}")

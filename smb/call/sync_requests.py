@@ -439,7 +439,10 @@ class Home:
                     f"{asked}: one of the parties died, timed out or left; the next round starts clean"
                 )
             case Status.NOT_FOUND:
-                return NotFoundError(f"{asked}: {self._where()} does not have the segment: it was deleted")
+                return NotFoundError(
+                    f"{asked}: {self._where()} does not have the segment: it was deleted; if it was made anew, open or "
+                    f"follow it again"
+                )
             case Status.STALE_EPOCH:
                 return SegmentMovedError(
                     f"{asked}: {self._where()} no longer answers for the segment; nothing was done"

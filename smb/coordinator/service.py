@@ -631,7 +631,10 @@ class CoordinatorService(CoordinatorServicer):
             record = await self._await_ready(kind, request.name, timeout_s, request.session_id)
         if record is None:
             lacks = f"appeared within {timeout_s:g} s" if timeout_s else "exists"
-            advice = "`smb ls` lists the names; a timeout waits for a buffer that another process creates"
+            advice = (
+                "`smb ls` lists the names; a timeout waits for a buffer that another process creates: open(name, "
+                "timeout=60)"
+            )
             if kind is not Kind.BUFFER:
                 advice = "no client has used it yet"
             raise NotFoundError(f'no {kind.value} "{request.name}" {lacks}; {advice}')

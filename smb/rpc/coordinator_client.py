@@ -445,7 +445,7 @@ class Coordinator:
     def _nobody(self, why: str) -> errors.UnavailableError:
         return errors.UnavailableError(
             f"no coordinator answers at {self.address} ({why}); check that it runs (smb coordinator, or smb up), or "
-            f"name another: --coordinator HOST:PORT or SMB_COORDINATOR"
+            f'name another: smb.connect("HOST:PORT"), --coordinator HOST:PORT or SMB_COORDINATOR'
         )
 
     def _error(self, error: Any, timeout: float, changes: bool, request_id: str) -> errors.Error:

@@ -93,7 +93,8 @@ def stat(name: Name, coordinator: Coordinator = None, as_json: Json = False) -> 
     """Show one training: its settings, and every worker.
 
     Samples above the workers are the training's: of those whose places others have now, too. SAMPLES is "-" where the
-    script does not tell how many a step trains.
+    script does not tell how many a step trains. "finished" is a worker that has left by itself, and one between two
+    epochs of its batches, which comes back with its next step.
 
     Example: smb train stat digits
     """

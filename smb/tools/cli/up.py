@@ -194,6 +194,7 @@ def _greet(out: Console, cluster: LocalCluster, capacity_bytes: int, credentials
     out.print("  smb top")
     out.print("  smb create weights --shape 1000,1000")
     out.print('  in a PyTorch script: smb.torch.join(model, optimizer, NAME, scheme="localsgd", every=20)')
+    out.print('  with transformers: Trainer(..., callbacks=[smb.torch.hf.Callback(NAME, scheme="localsgd", every=20)])')
     out.print("\nCtrl-C stops the cluster" + (", and keeps what it has." if kept else " and frees its memory."))
     # Also for a pipe, whose reader would otherwise see it only at the end.
     out.file.flush()
