@@ -92,7 +92,7 @@ def test_what_became_of_a_failed_call_is_found_out(cluster: smb.LocalCluster) ->
         smb.connect(cluster.address, transport=FAR, timeout=0.5) as hasty,
         smb.connect(cluster.address, transport=FAR, timeout=30) as patient,
     ):
-        buffer = hasty.create("w", SIZE, "int64", stripe="64KiB")
+        buffer = hasty.create("w", SIZE, "int64", stripe="64KiB", servers=2)
         buffer.write(np.zeros(SIZE, np.int64))
         cluster.servers[1].kill()
         with pytest.raises(smb.UnavailableError, match="settle") as caught:

@@ -27,8 +27,10 @@ HOSTS = ((0, 1), (2, 3, 4))  # workers
 class Hosts:
     """Workers on hosts that are one machine, each with a client and values of its own."""
 
-    def __init__(self, connect: Connect, monkeypatch: pytest.MonkeyPatch, scheme: smb.train.HSGD, size: int) -> None:
-        self._connect, self._monkeypatch, self._scheme = connect, monkeypatch, scheme
+    def __init__(
+        self, connect: Connect, monkeypatch: pytest.MonkeyPatch, scheme: smb.train.HSGD, size: int, lease: float
+    ) -> None:
+        self._connect, self._monkeypatch, self._scheme, self._lease = connect, monkeypatch, scheme, lease
         self.values: dict[int, Values] = {}
         self.workers: dict[int, smb.train.Worker] = {}
         self.start = np.linspace(-1, 1, size, dtype=np.float32)
@@ -37,7 +39,7 @@ class Hosts:
         self._monkeypatch.setenv(TRAIN_HOST_VARIABLE, f"host-{host}")
         self.values[number] = self.start.copy()
         client = self._connect()
-        self.workers[number] = smb.train.join(client, "run", self.values[number], self._scheme, lease=LEASE_S)
+        self.workers[number] = smb.train.join(client, "run", self.values[number], self._scheme, lease=self._lease)
         return self.workers[number]
 
     def step(self, *numbers: int, local: Callable[[int, Values], None] = sgd) -> None:
@@ -60,7 +62,7 @@ class Hosts:
 
 @pytest.fixture
 def make(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Hosts]:
-    return lambda scheme, size=SIZE: Hosts(connect, monkeypatch, scheme, size)
+    return lambda scheme, size=SIZE, lease=LEASE_S: Hosts(connect, monkeypatch, scheme, size, lease)
 
 
 @pytest.mark.parametrize("every", [1, 2])
@@ -68,7 +70,7 @@ def test_the_rule(make: Callable[..., Hosts], every: int) -> None:
     """Two hosts that take turns, with two and three workers, are what one process in numpy gives, to the bit; all of a
     host's workers go on from the same values; one root for each host.
     """
-    hosts = make(smb.train.HSGD(alpha=0.2, every=every))
+    hosts = make(smb.train.HSGD(alpha=0.2, every=every), lease=30.0)  # nobody dies here, however slow the machine is
     for host, numbers in enumerate(HOSTS):
         for number in numbers:
             hosts.join(host, number)
