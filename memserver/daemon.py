@@ -141,7 +141,8 @@ class _StopSignals:
         signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
         for each, handler in self._handlers.items():
             # The process ends now. A signal that comes late, or again, must not change its exit code.
-            signal.signal(each, signal.SIG_IGN if handler is signal.SIG_DFL else handler)
+            usual = handler in (signal.SIG_DFL, signal.default_int_handler)
+            signal.signal(each, signal.SIG_IGN if usual else handler)
         signal.set_wakeup_fd(self._wakeup)
         self._woken.close()
         self._wake.close()

@@ -154,7 +154,12 @@ class CallPlaces(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
             who, charged_s, loop_time, places = caller(), None, LoopTime(), list[_Place]()
             try:
                 if isinstance(request, Message) and request.ByteSize() > _SMALL_BYTES:
-                    places.append(self._large.take(who, method))
+                    try:
+                        places.append(self._large.take(who, method))
+                    except BusyError:
+                        if self._rates is not None and who.role not in _TRUSTED:
+                            self._rates.refused(who.key, _kind(method))
+                        raise
                 charged_s = await self._begin(who, method)
                 if isinstance(request, pb.OpenBufferRequest) and request.timeout_ms:
                     # It may wait for long; the service bounds how many do.

@@ -119,6 +119,11 @@ class CallRates:
         """Count a call that has ended, at any port."""
         self._calls += 1
 
+    def refused(self, certificate: str, kind: str) -> None:
+        """Charge a call that did not wait for its turn: its request was received and read all the same."""
+        bucket, now = self._buckets.setdefault(f"{certificate} {kind}", _Bucket()), self._clock()
+        bucket.take(self._outside_s, now, self._share(bucket))
+
     def begin(self, certificate: str, kind: str = "") -> asyncio.Future[float]:
         """Return a future that is done when a call that has just come may begin, perhaps already. Its result is for
         `took`. A caller that does not wait any more cancels it. Calls of another kind have a bucket of their own.

@@ -150,7 +150,7 @@ def _made(state: State, record: BufferRecord, known: Interrupted, heard: Mapping
     # First what is missing: no server takes over with a copy that it does not have.
     for name, again in [*((name, False) for name in heard), *((name, True) for name in sorted(restarted))]:
         judge = partial(_come_back, made.id, name, heard[name], heard.keys(), again)
-        state, saves = judge_copies(state, judge, None, of=(state.buffers[made.key],))
+        state, saves = judge_copies(state, judge, None, contested=known.newer, of=(state.buffers[made.key],))
         effects += saves
     return state, tuple(effects)
 

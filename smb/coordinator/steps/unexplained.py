@@ -93,6 +93,7 @@ def _take_up(state: State, changes_max: int | None, now: Instant) -> Step:
     effects: list[Effect] = []
     left, left_bytes = (changes_max // 2, CHANGED_BYTES_MAX) if changes_max is not None else (sys.maxsize, sys.maxsize)
     taking = _TakingUp(state, now)
+    former: dict[int, str] = {}
     for segment_id in sorted(state.contested()):
         record, segment = taking.where[segment_id]
         claims = taking.claims(record, segment)
@@ -109,6 +110,12 @@ def _take_up(state: State, changes_max: int | None, now: Instant) -> Step:
         members = [each.id for of in changed for each in of.segments if bundle_of(each) == bundle_of(taken)]
         effects += map(SaveBuffer, changed)
         taking.put(changed)
+        former |= {
+            each: server
+            for server, held in claims.items()
+            if held.primary and server != taken.server
+            for each in members
+        }
         alike = [
             server
             for server, held in claims.items()
@@ -133,7 +140,14 @@ def _take_up(state: State, changes_max: int | None, now: Instant) -> Step:
         where = f"{taken.server} and {taken.backup}" if taken.backup else taken.server
         text = f"{record.title}: the records were older than its memory; a segment of it is taken up on {where}"
         effects.append(Report(logging.WARNING, text))
-    return taking.state(), tuple(effects)
+    state = taking.state()
+    if former:
+        state = replace(
+            state,
+            former_primaries={**state.former_primaries, **former},
+            suspected=state.suspected | frozenset(former.values()),
+        )
+    return state, tuple(effects)
 
 
 class _TakingUp:

@@ -409,10 +409,14 @@ class Port:
     def __init__(self, waits: Iterable[bool | None]) -> None:
         """`waits`: whether each call waits for ever; None: too many wait."""
         self._waits = iter(waits)
-        self.places = CallPlaces(cast(Any, SimpleNamespace(begin=self.begin, took=self.took)))
+        self.places = CallPlaces(cast(Any, SimpleNamespace(begin=self.begin, took=self.took, refused=self.refused)))
         self.kinds: list[str] = []
         self.begun: list[str] = []
         self.charged: list[tuple[str, float]] = []
+        self.refusals: list[str] = []
+
+    def refused(self, _certificate: str, kind: str) -> None:
+        self.refusals.append(kind)
 
     def took(self, _certificate: str, kind: str, charged_s: float, seconds: float) -> None:
         self.charged.append((kind, charged_s))
@@ -497,6 +501,7 @@ def test_large_requests_that_wait_have_places_of_their_own(monkeypatch: pytest.M
         with pytest.raises(BusyError, match=r"6 requests of more than 4096 bytes in progress already, 6 of") as refused:
             await port.call(READER, "CreateBuffer", large)
         assert refused.value.outcome == "not applied"
+        assert port.refusals == [""]  # charged all the same
         assert not port.begun
         await port.call(READER, "CreateBuffer", small)
         assert port.begun == ["CreateBuffer"]

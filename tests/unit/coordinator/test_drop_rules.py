@@ -492,6 +492,15 @@ def test_a_pair_does_not_go_on_with_a_member_from_before(cluster: Cluster, kept_
     assert cluster.state.confirmed(kept_by[0], segment(cluster, "m").id, cluster.now)
 
 
+def test_a_living_primary_hears_first_that_another_goes_on_alone(cluster: Cluster) -> None:
+    """Only the backup has kept the member, so it goes on. The primary answers reads until it has registered."""
+    number = segment(cluster).id
+    cluster = without_the_member(cluster, "c")
+    assert cluster.state.suspected >= {"a"}
+    assert [(copy.id, copy.role) for copy in cluster.state.copies("c")] == []
+    assert cluster.state.former_primaries[number] == "a"
+
+
 def test_nothing_joins_a_pair_that_lacks_a_member(cluster: Cluster) -> None:
     """The restored records have a buffer that was deleted since, and a pair with which it moved goes on. A buffer that
     joined these would get no second copy after the next loss, as one of them is lost.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -20,6 +21,7 @@ from smb.coordinator.events import (
     UnexplainedJudged,
     WakeOpeners,
 )
+from smb.coordinator.lineage import Stamp
 from smb.coordinator.records import UNKNOWN_EPOCH, Held, Kind
 from smb.coordinator.replicas import CopyRole
 from smb.coordinator.state import load
@@ -404,3 +406,25 @@ def test_a_lock_is_no_buffer() -> None:
         cluster.do(BufferDeleted("lock:v", missing_ok=False))
     with pytest.raises(errors.UnavailableError, match=r"try again$"):
         cluster.state.check_known(Kind.LOCK, "v")
+
+
+def test_a_pair_whose_roles_were_switched_since_goes_on(cluster: Cluster) -> None:
+    """The records are from within the creation; the buffer was made, and its roles were switched since. Whoever says
+    that it is a backup then was not restarted.
+    """
+    made = Cluster()
+    made.register("a", "b")
+    made.want("half", server_names=("a",), replicas=2)
+    (before,) = made.state.buffers["half"].segments
+    made = again(made)
+    told = (Stamp(made.state.lineage.stamp.cluster, 7, 7),)
+    for _ in range(2):
+        for name, held in ((before.server, Held(2, backup=True)), (before.backup, Held(2, primary=True))):
+            made.do(returned(made.state, name, 1, {before.id}, as_held=held))
+            made.do(registration(made.state, server(name, 1), {before.id}, stamps=told, as_held=held))
+        made.state = replace(made.state, began=-math.inf)
+        made.do(UnexplainedJudged())
+    (now,) = made.state.buffers["half"].segments
+    assert (now.server, now.backup, now.epoch) == (before.backup, before.server, 2)
+    assert made.state.buffers["half"].ready
+    assert not any(made.state.unexplained.values())
