@@ -47,41 +47,34 @@ class PublishedStates:
 
     def generations(self) -> dict[tuple[str, str], int]:
         """Return the generation by state and role. Of several readers of a state the one furthest behind counts."""
-        return {key: state.last for key, state in self._furthest_behind().items()}
+        return {key: min(state.last for state in states) for key, states in self._living().items()}
 
     def reports(self, most: int) -> list[pb.StateReport]:
         """Return the reports to the coordinator, at most `most` of them. Costs are those of all objects of this client
         for a state and role.
         """
-        costs: dict[tuple[str, str], list[StateCosts]] = {}
-        for state in self._living():
-            costs.setdefault((state.buffer.name, state.ROLE), []).append(state.costs)
-        return [
-            pb.StateReport(
-                name=name,
-                publishes=role == PUBLISHER,
-                generation=state.last,
-                source=state.source,
-                times=sum(each.times for each in costs[name, role]),
-                bytes=sum(each.bytes for each in costs[name, role]),
-                copied_bytes=sum(each.copied_bytes or 0 for each in costs[name, role]),
-                busy_ms=int(1000 * sum(each.seconds for each in costs[name, role])),
-                age_ms=int(1000 * max(each.age for each in costs[name, role])),
-                transports=sum(
-                    REPORTED[each] for each in {way for each in costs[name, role] for way in each.transports}
-                ),
-            )
-            for (name, role), state in list(self._furthest_behind().items())[:most]
-            if (name, role) in costs
-        ]
+        return [_report(name, role, states) for (name, role), states in list(self._living().items())[:most]]
 
-    def _living(self) -> list[PublishedState]:
-        return [state for each in self._states if (state := each()) is not None]
-
-    def _furthest_behind(self) -> dict[tuple[str, str], PublishedState]:
-        found: dict[tuple[str, str], PublishedState] = {}
-        for state in self._living():
-            key = state.buffer.name, state.ROLE
-            if key not in found or state.last < found[key].last:
-                found[key] = state
+    def _living(self) -> dict[tuple[str, str], list[PublishedState]]:
+        """Return the objects by state and role."""
+        found: dict[tuple[str, str], list[PublishedState]] = {}
+        for each in self._states:
+            if (state := each()) is not None:
+                found.setdefault((state.buffer.name, state.ROLE), []).append(state)
         return found
+
+
+def _report(name: str, role: str, states: list[PublishedState]) -> pb.StateReport:
+    last, costs = min(states, key=lambda state: state.last), [state.costs for state in states]
+    return pb.StateReport(
+        name=name,
+        publishes=role == PUBLISHER,
+        generation=last.last,
+        source=last.source,
+        times=sum(each.times for each in costs),
+        bytes=sum(each.bytes for each in costs),
+        copied_bytes=sum(each.copied_bytes or 0 for each in costs),
+        busy_ms=int(1000 * sum(each.seconds for each in costs)),
+        age_ms=int(1000 * max(each.age for each in costs)),
+        transports=sum(REPORTED[way] for way in {way for each in costs for way in each.transports}),
+    )
