@@ -119,9 +119,9 @@ class ControlService(MemoryServerServicer):
             failpoint("memserver.delete.asked")
             self._check_run(request.instance_id)
             if not request.room:
-                self._segments.drop(request.id, request.epoch or FOR_GOOD, Ground(request.ground))
+                self._segments.drop(request.id, request.epoch or FOR_GOOD, Ground(request.ground), request.term)
             elif (seen := self._segments.held().get(request.id)) is not None:
-                self._segments.give_up(seen, request.epoch)
+                self._segments.give_up(seen, request.epoch, request.term)
             _log.info("dropped segment %016x: %s", request.id, Ground(request.ground).name.lower())
             failpoint("memserver.delete.done")
             return pb.DeleteSegmentReply(used_bytes=self._segments.used_bytes())
@@ -133,7 +133,7 @@ class ControlService(MemoryServerServicer):
     ) -> pb.RetireSegmentsReply:
 
         def retire() -> pb.RetireSegmentsReply:
-            tokens = self._segments.retire(request.ids, request.idle_ms)
+            tokens = self._segments.retire(request.ids, request.idle_ms, request.term)
             return pb.RetireSegmentsReply(tokens=tokens)
 
         return _answer(context, retire)
@@ -151,6 +151,7 @@ class ControlService(MemoryServerServicer):
 
         def take() -> pb.TakeRolesReply:
             self._check_run(request.instance_id)
+            self._segments.check_not_left(request.term)
             self._segments.quarantine(request.quarantine_segment_ids)
             for segment_id in request.taken_up_segment_ids:
                 self._segments.take_up(segment_id)

@@ -142,7 +142,6 @@ class Registrant:
         self._complained: grpc.StatusCode | None = None  # the logged failure: an outage is logged once
         self._replication = replication
         self._stamps = stamps
-        self._term = 0  # the coordinator's run with which this server registered last
         self._relays = relays
         self._boot_s = boot_s
 
@@ -233,8 +232,8 @@ class Registrant:
         return {"timeout": answer_s + (PATIENCE_S if term else 0.0), "metadata": patience(PATIENCE_S, term)}
 
     def _register(self) -> Generator[Call, Any, int]:
-        me, held = self._identity, self._segments.held()
-        ids, inventory = self._segments.ids(), self._segments.inventory()
+        me, (held, ids) = self._identity, self._segments.list_for_coordinator()
+        inventory = self._segments.inventory()
         shown = [inventory_message(*inventory[each]) if each in inventory else pb.HeldSegment() for each in ids]
         request = pb.RegisterServerRequest(
             name=me.name,
@@ -269,11 +268,8 @@ class Registrant:
         # If the coordinator lists a segment that was dropped since the list was made, the next turn reports it again.
         self._list_was_old = not {*ids} - {*reply.drop_segment_ids} <= {*self._segments.ids()}
         if self._stamps is not None and reply.HasField("stamp"):
-            # Not by the stamps: a creation may have told this server of the new run before it registers there.
-            if reply.stamp.term != self._term:
-                self._term = reply.stamp.term
-                self._segments.forget_drops()
             self._stamps.replace(stamp_of(reply.stamp))
+        self._segments.registered(reply.stamp.term)
         self._end(reply.ended_sessions)
         self._take_roles(reply, asked_s)
         failpoint("memserver.register.done")

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 
 from memserver.drop_rules import why_not
-from memserver.engine import Engine, FoundSegment, SegmentForm
+from memserver.engine import Engine, FoundSegment, NotReadyError, SegmentForm
 from memserver.memory_dir import MemoryDirectory
 from smb.config.parse import format_bytes
 from smb.daemon.failpoint import failpoint
@@ -25,6 +25,8 @@ from smb.errors import AlreadyExistsError, InvalidArgumentError, NotFoundError, 
 # Ids are never reused, so a creation after its drop is a late request of a creation that was given up. This many drops
 # are remembered.
 DROPPED_MAX = 4096
+# This many terms of coordinators that lead no more are remembered.
+TERMS_LEFT_MAX = 64
 FOR_GOOD = 2**32 - 1
 # The number of ended sessions that the coordinator remembers: after its restart it reports all of them again.
 ENDED_MAX = 65_536
@@ -50,6 +52,9 @@ class Segments:
         self._dropped: dict[int, int] = {}  # dropped segments with the highest dropped epoch, oldest first
         self._ended: dict[int, None] = {}  # ended sessions, oldest first
         self._quarantined = memory_dir.quarantined()
+        self._term = 0  # of the coordinator with which this server registered last; 0: with none, or an older one
+        self._terms_left: dict[int, None] = {}  # terms with which it was registered before, oldest first
+        self._listed = False  # a list of the segments is with a coordinator, which has not answered
         self.on_drop: Callable[[int], None] = lambda _id: None  # called once a segment is not served any more
         self.on_end: Callable[[int], None] = lambda _id: None  # called once the engine refuses a session
 
@@ -114,12 +119,56 @@ class Segments:
         finally:
             self._end(form.id)
 
-    def drop(self, segment_id: int, epoch: int = FOR_GOOD, ground: Ground = Ground.UNKNOWN) -> None:
+    def list_for_coordinator(self) -> tuple[dict[int, SegmentForm], list[int]]:
+        """Return held() and ids() for a registration. Until it is answered no coordinator's call drops a segment: what
+        is listed stays there until a coordinator that knows the list says otherwise.
+        """
+        with self._lock:
+            self._listed = True
+            return dict(self._held), self._ids()
+
+    def registered(self, term: int) -> None:
+        """Take note that this server has registered with that term of a coordinator (0: it does not say).
+
+        With another term than before, dropped segments may be made again, in any epoch. They were refused because a
+        creation may come late. A coordinator whose records were restored may have them again, and counts epochs from
+        those records. A late creation of its predecessor has no data.
+        """
+        with self._lock:
+            self._listed = False
+            if term == self._term:
+                return
+            self._dropped.clear()
+            self._terms_left.pop(term, None)
+            if self._term:
+                self._terms_left[self._term] = None
+            if len(self._terms_left) > TERMS_LEFT_MAX:
+                del self._terms_left[next(iter(self._terms_left))]
+            self._term = term
+
+    def check_not_left(self, term: int) -> None:
+        """Raise NotReadyError for a call of a coordinator that this server has left for another one: a network can hold
+        up a call for longer than its caller lives, and the records may have been restored meanwhile.
+        """
+        with self._lock:
+            if term in self._terms_left:
+                raise NotReadyError(f"the coordinator of term {term:016x} leads no more")
+
+    def _check_registered(self, term: int) -> None:
+        """As check_not_left, also for a term with which this server has not registered yet. 0: of a coordinator that
+        does not name its term. The caller holds the lock.
+        """
+        if term != 0 and (term != self._term or self._listed):
+            raise NotReadyError(f"this server is not registered with the coordinator of term {term:016x} now")
+
+    def drop(self, segment_id: int, epoch: int = FOR_GOOD, ground: Ground = Ground.UNKNOWN, term: int = 0) -> None:
         """Drop a segment and its file; a missing one is not an error. A copy that was made in a later epoch stays, and
-        so does one that memserver/drop_rules.py protects.
+        so does one that memserver/drop_rules.py protects. `term`: of the coordinator that asks for it. NotReadyError if
+        this server is registered with another one. 0: it is this server's own decision, or not said.
         """
         with self._lock:
             self._lock.wait_for(lambda: segment_id not in self._busy)
+            self._check_registered(term)
             held = self._held.get(segment_id)
             if held is not None and held.epoch > epoch:
                 return
@@ -137,19 +186,12 @@ class Segments:
             self._take(segment_id)
         self._delete(segment_id)
 
-    def forget_drops(self) -> None:
-        """Allow dropped segments to be made again, in any epoch. They were refused because a creation may come late. A
-        coordinator whose records were restored may have them again, and counts epochs from those records. A late
-        creation of its predecessor has no data.
-        """
-        with self._lock:
-            self._dropped.clear()
-
-    def give_up(self, seen: SegmentForm, epoch: int) -> bool:
+    def give_up(self, seen: SegmentForm, epoch: int, term: int = 0) -> bool:
         """Drop a copy that held() has returned, unless it was made in a later epoch, or made or requested again since.
-        It may be made again, also in the same epoch. Returns whether it was dropped.
+        It may be made again, also in the same epoch. Returns whether it was dropped. `term`: as in drop.
         """
         with self._lock:
+            self._check_registered(term)
             if self._held.get(seen.id) is not seen or seen.epoch > epoch:
                 return False
             if why := self._why_not(seen.id, Ground.SUPERSEDED, epoch - 1):
@@ -222,10 +264,11 @@ class Segments:
             return self._engine.bind(segment_id)
         return True
 
-    def retire(self, segment_ids: Iterable[int], idle_ms: int) -> dict[int, int]:
+    def retire(self, segment_ids: Iterable[int], idle_ms: int, term: int = 0) -> dict[int, int]:
         """Retire the idle ones of these segments: they answer no more requests. Return their locks' last tokens by
-        id."""
+        id. `term`: as in drop."""
         with self._lock:
+            self._check_registered(term)
             there = [segment_id for segment_id in segment_ids if segment_id in self._held]
         tokens: dict[int, int] = {}
         for segment_id in there:
@@ -267,7 +310,10 @@ class Segments:
     def ids(self) -> list[int]:
         """Return the ids of all segments here, including those being made."""
         with self._lock:
-            return sorted(self._held.keys() | self._busy)
+            return self._ids()
+
+    def _ids(self) -> list[int]:
+        return sorted(self._held.keys() | self._busy)
 
     def file_bytes(self) -> dict[int, int]:
         """Return how many bytes of capacity each segment takes, by id."""

@@ -98,7 +98,7 @@ class Leading:
             clock=outside.now,
         )
         state_metrics = StateMetrics(lambda: (commit_log.state, commit_log.now()), outside.now().monotonic - begun)
-        servers = MemoryServers(options.credentials, outside.connections)
+        servers = MemoryServers(options.credentials, outside.connections, commit_log.state.lineage.stamp.term)
         leaving.push_async_callback(servers.close)
         endings = SessionEndNotifier(commit_log, servers)
         leaving.push_async_callback(endings.close)

@@ -85,8 +85,13 @@ class MemoryServers:
     certificate changes.
     """
 
-    def __init__(self, credentials: Credentials | None = None, connections: Connections | None = None) -> None:
-        """`connections`: how servers are reached; None: over the network."""
+    def __init__(
+        self, credentials: Credentials | None = None, connections: Connections | None = None, term: int = 0
+    ) -> None:
+        """`connections`: how servers are reached; None: over the network. `term`: this coordinator's, as in stamps. A
+        server that is registered with another one takes no roles and drops nothing for it. 0: it is not said.
+        """
+        self._term = term
         self._connections = connections or GrpcConnections()
         self._current = Current(credentials) if credentials is not None else None
         self._peers: dict[str, _Peer] = {}
@@ -176,6 +181,7 @@ class MemoryServers:
                 quarantine_segment_ids=quarantine,
                 taken_up_segment_ids=taken_up,
                 instance_id=server.instance_id,
+                term=self._term,
             )
             reply: pb.TakeRolesReply = await peer.stub.TakeRoles(request, timeout=ANSWER_S, metadata=passed_on())
         except grpc.aio.AioRpcError as error:
@@ -195,7 +201,12 @@ class MemoryServers:
         try:
             peer = self._peer(server)
             request = pb.DeleteSegmentRequest(
-                id=segment_id, epoch=epoch, ground=ground.name, room=room, instance_id=server.instance_id
+                id=segment_id,
+                epoch=epoch,
+                ground=ground.name,
+                room=room,
+                instance_id=server.instance_id,
+                term=self._term,
             )
             reply = await peer.stub.DeleteSegment(request, timeout=ANSWER_S, metadata=passed_on())
         except grpc.aio.AioRpcError as error:
@@ -206,7 +217,7 @@ class MemoryServers:
         """Retire the locks and barriers that were idle for that long: they answer no more requests. Returns their last
         tokens by segment id. Raises UnavailableError (outcome unknown).
         """
-        request = pb.RetireSegmentsRequest(ids=segment_ids, idle_ms=round(idle_s * 1000))
+        request = pb.RetireSegmentsRequest(ids=segment_ids, idle_ms=round(idle_s * 1000), term=self._term)
         try:
             peer = self._peer(server)
             reply = await peer.stub.RetireSegments(request, timeout=ANSWER_S, metadata=passed_on())

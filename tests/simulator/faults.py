@@ -313,7 +313,8 @@ NAMES_CHANGE_S = 8.0  # after a restore: for longer than servers have to report 
 @fault(3)
 async def cluster_restored(world: World, step: Step) -> None:
     """A backup of the store is put back after buffers were made and deleted, and perhaps moved. Clients go on with
-    that. All servers are started anew with the coordinators, or one did not hear of the last deletions.
+    that. All servers are started anew with the coordinators, or one did not hear of the last deletions: not before the
+    coordinators were killed, or not before others lead, and then it hears of them from the dead.
     """
     rng, restore = step.rng(), _restoring(world)
     if rng.random() < 0.5:
@@ -328,10 +329,15 @@ async def cluster_restored(world: World, step: Step) -> None:
     await asyncio.sleep(rng.uniform(0.5, 2.0))
     for name in names:
         world.kill_server(name)
-    world.network.cuts -= unheard
+    late = not names and rng.random() < 0.7
+    if not late:
+        world.network.cuts -= unheard
     await _without_coordinators(world, step, restore)
     for name in names:
         world.start_server(name)
+    if late:
+        await asyncio.sleep(rng.uniform(0.0, 3.0))
+        world.network.cuts -= unheard
     await asyncio.sleep(NAMES_CHANGE_S)
     world.prefers = ()
 

@@ -140,7 +140,6 @@ class _Exchange:
         self._caller, self._server = this_process(), None
         self._source, self._target = _host(), host_of(address)
         self._task: asyncio.Task[None] | None = None
-        self._held_up = False  # by a cut link
         self._outlives = False  # its caller is gone, and it is on its way
         self.answer = network.loop.create_future()
         self._deadline = None if timeout is None else self._loop.time() + timeout
@@ -152,7 +151,6 @@ class _Exchange:
         if self.answer.done() and not self._outlives:
             return
         if self._network.is_cut(self._source, self._target):
-            self._held_up, self._outlives = True, False
             self._loop.call_later(AGAIN_S, self._arrive, context=WIRE)
             return
         found = self._network.listener(self._address)
@@ -231,7 +229,7 @@ class _Exchange:
         if self._server is process:
             self._back(self._fail, grpc.StatusCode.UNAVAILABLE, "recvmsg:Connection reset by peer")
         elif self._caller is process:
-            self._outlives = self._server is None and not self._held_up  # it was sent already
+            self._outlives = self._server is None  # the kernel sends on what a process has sent
             self.give_up()
             self.answer.cancel()
             self._network._exchanges.pop(self, None)

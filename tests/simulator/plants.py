@@ -14,6 +14,7 @@ from unittest.mock import patch
 
 from memserver.registrant import Registrant
 from memserver.replication import Replication
+from memserver.segments import Segments
 from smb.coordinator import commit_log, steps
 from smb.coordinator.copy_maker import CopyMaker
 from smb.coordinator.drop_rules import ground_to_drop
@@ -205,6 +206,13 @@ def quarantine_of_what_is_gone() -> Replaced:
 def room_beside_lost_memory() -> Replaced:
     """Memory that a server has lost counts as held: what it holds too much goes unseen."""
     yield State, "held_bytes_max", State.taken_bytes
+
+
+@plant
+def late_calls_are_obeyed() -> Replaced:
+    """A server drops memory, and takes roles, for a coordinator that led before the records were restored."""
+    yield Segments, "check_not_left", lambda *_: None
+    yield Segments, "_check_registered", lambda *_: None
 
 
 @plant

@@ -206,6 +206,7 @@ LEFT_OUT = {
     "regressions/test_deferred_once.py": "is about shared memory",
     "regressions/test_no_copy_of_what_is_lost.py": _ELSEWHERE,
     "regressions/test_a_list_that_was_old.py": _ELSEWHERE,
+    "regressions/test_calls_of_former_coordinators.py": _ELSEWHERE,
     "regressions/test_roles_for_another_run.py": _ELSEWHERE,
     "regressions/test_dtypes_of_newer_releases.py": _ELSEWHERE,
     "regressions/test_own_random_numbers.py": _ELSEWHERE,

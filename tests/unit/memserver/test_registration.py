@@ -34,6 +34,7 @@ def answered(turn: Turn, reply: pb.RegisterServerReply) -> float:
 def empty() -> Mock:
     """A server's segments: there are none."""
     segments = Mock()
+    segments.list_for_coordinator.return_value = ({}, [])
     segments.held.return_value, segments.ids.return_value, segments.inventory.return_value = {}, [], {}
     segments.used_bytes.return_value = 0
     return segments
@@ -73,12 +74,11 @@ def test_what_was_dropped_may_be_made_again_for_another_run(same_run: bool) -> N
     segments, stamps = empty(), Stamps(kept)
     ours = Registrant("127.0.0.1:3", IDENTITY, segments, pb.ServerLoad, Mock(), Mock(), stamps=stamps)
     answered(ours.turn(), pb.RegisterServerReply(lease_ms=3000, stamp=pb.StoreStamp(cluster=1, term=5, sequence=2)))
-    segments.forget_drops.reset_mock()
     term = 5 if same_run else 6
     stamps.learn(ServerStamp(1, term, 3))  # of a creation, which may come before the registration
     failed(ours.turn(), grpc.StatusCode.NOT_FOUND)
     answered(ours.turn(), pb.RegisterServerReply(lease_ms=3000, stamp=pb.StoreStamp(cluster=1, term=term, sequence=4)))
-    assert segments.forget_drops.called is not same_run
+    assert segments.registered.call_args_list == [call(5), call(term)]
 
 
 class Unanswered(grpc.RpcError):

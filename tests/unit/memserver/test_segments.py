@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from memserver.engine import Engine, SegmentForm
+from memserver.engine import Engine, NotReadyError, SegmentForm
 from memserver.memory_dir import MemoryDirectory
 from memserver.recovery import recover
 from memserver.replication import BACKUP, PRIMARY
@@ -113,9 +113,56 @@ def test_a_creation_that_comes_after_its_drop_is_refused(tmp_path: Path, leaving
     run.segments.drop(3, epoch=2)
     with pytest.raises(errors.NotFoundError, match="was dropped before"):
         run.segments.create(replace(FORM, id=3))
-    run.segments.forget_drops()  # of another run of the coordinator, whose records may be older
+    run.segments.registered(5)  # with another run of the coordinator, whose records may be older
     run.segments.create(FORM)
+    run.segments.drop(FORM.id)
+    run.segments.registered(5)  # again with the same
+    with pytest.raises(errors.NotFoundError, match="was dropped before"):
+        run.segments.create(FORM)
     run.segments.create(replace(FORM, id=3))
+
+
+def test_only_the_coordinator_of_the_last_registration_drops(tmp_path: Path, leaving: ExitStack) -> None:
+    """A call of a former one may be held up by the network until the records were restored. A call of the next one may
+    come before the registration, whose list would be wrong then."""
+    run = Run(tmp_path, leaving)
+    run.segments.create(FORM)
+    (seen,) = run.segments.held().values()
+    former, present = 5, 6
+
+    def refused(term: int) -> None:
+        with pytest.raises(NotReadyError, match="term"):
+            run.segments.drop(FORM.id, term=term)
+        with pytest.raises(NotReadyError, match="term"):
+            run.segments.give_up(seen, FORM.epoch, term)
+        with pytest.raises(NotReadyError, match="term"):
+            run.segments.retire([FORM.id], 0, term)
+
+    run.segments.registered(former)
+    refused(present)
+    run.segments.list_for_coordinator()
+    refused(former)
+    refused(present)
+    run.segments.registered(present)
+    refused(former)
+    run.segments.check_not_left(present)
+    with pytest.raises(NotReadyError, match="leads no more"):
+        run.segments.check_not_left(former)
+    assert len(files(tmp_path)) == 1
+    run.segments.drop(FORM.id, term=present)
+    assert files(tmp_path) == []
+
+
+def test_a_term_that_has_come_back_may_drop_again(tmp_path: Path, leaving: ExitStack) -> None:
+    """A server that asks two coordinators by turns, and a coordinator that names no term, are heard."""
+    run = Run(tmp_path, leaving)
+    for term in (5, 6, 5):
+        run.segments.registered(term)
+    run.segments.check_not_left(5)
+    for number, term in ((1, 5), (2, 0)):
+        run.segments.create(replace(FORM, id=number))
+        run.segments.drop(number, term=term)
+    assert files(tmp_path) == []
 
 
 def test_a_copy_is_made_anew_in_a_later_epoch_alone(tmp_path: Path, leaving: ExitStack) -> None:
