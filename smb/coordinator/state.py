@@ -338,6 +338,10 @@ class State:
             return False
         return self.former_primaries.get(segment_id) not in self.server_leases.ends
 
+    def not_led(self) -> frozenset[int]:
+        """Return the segments whose primaries wait until the former ones have heard of them."""
+        return frozenset(number for number, name in self.former_primaries.items() if name in self.server_leases.ends)
+
     def rival(self, event: ServerRegistered, now: Instant) -> ServerRecord | None:
         """Return the other run that holds this server's name while its lease runs. It may be dead all the same."""
         known = self.servers.get(event.server.name)

@@ -182,9 +182,11 @@ def _placed_together(
 
 
 def _check_records_are_right(state: State, record: BufferRecord, asked: str) -> None:
-    """Raise NotNowError if a server has newer memory of this buffer, or of what moves with it, than the records say."""
-    contested = state.contested()
-    if not contested:
+    """Raise NotNowError if a server has newer memory of this buffer, or of what moves with it, than the records say, or
+    if a former primary of these may still answer reads: the present one would lead with the new buffer alone.
+    """
+    contested, not_led = state.contested(), state.not_led()
+    if not contested and not not_led:
         return
     bundles = Bundles(state.buffers.values())
     members = {each.id for segment in record.segments for _, each in bundles.members(record, segment)}
@@ -192,6 +194,8 @@ def _check_records_are_right(state: State, record: BufferRecord, asked: str) -> 
         raise NotNowError(
             f"{asked} it waits until the records, which are older than its memory, follow that; try again then"
         )
+    if members & not_led:
+        raise NotNowError(f"{asked} it waits until its former primary has heard of the present one; try again then")
 
 
 def _joined(record: BufferRecord, like: BufferRecord) -> tuple[BufferRecord, BufferRecord]:

@@ -501,6 +501,19 @@ def test_a_living_primary_hears_first_that_another_goes_on_alone(cluster: Cluste
     assert cluster.state.former_primaries[number] == "a"
 
 
+def test_nothing_joins_while_a_former_primary_may_answer(cluster: Cluster) -> None:
+    """It has registered, and its next renewal shows that the answer has come."""
+    number = segment(cluster).id
+    cluster = without_the_member(cluster, "c")
+    back(cluster, "a", frozenset({number}), as_held=Held(4))
+    assert cluster.state.not_led() >= {number}
+    with pytest.raises(NotNowError, match='"w" it waits until its former primary has heard of the present one'):
+        cluster.want("n", like="w", joins=True, replicas=0)
+    cluster.renew("a")
+    cluster.create("n", like="w", joins=True, replicas=0)
+    assert segment(cluster, "n").server == "c"
+
+
 def test_nothing_joins_a_pair_that_lacks_a_member(cluster: Cluster) -> None:
     """The restored records have a buffer that was deleted since, and a pair with which it moved goes on. A buffer that
     joined these would get no second copy after the next loss, as one of them is lost.
