@@ -64,7 +64,7 @@ class IdleNames:
             most = min(ITEMS_MAX, (self._commit_log.changes_max or ITEMS_MAX + 1) - 1)
             for begin in range(0, len(segment_ids), most):
                 server = self._commit_log.state.servers.get(name)
-                if server is None or not self._commit_log.state.heard(name, self._commit_log.now()):
+                if server is None or not self._commit_log.state.obeys(name, self._commit_log.now()):
                     return
                 some = segment_ids[begin : begin + most]
                 # Sessions of very many clients have longer leases: keep the names of a client that is away.

@@ -149,6 +149,10 @@ class State:
         """Whether the server lives and has reported in this term what it holds."""
         return self.alive(server, now) and server not in self.suspected
 
+    def obeys(self, server: str, now: Instant) -> bool:
+        """Whether the server lives and has registered in this term: before, it drops nothing for this coordinator."""
+        return self.alive(server, now) and server in self.missing
+
     def copies_held(self, now: Instant) -> bool:
         """Whether lost copies are not made anew for now: a server in maintenance is away, or all are in maintenance. A
         server that was forgotten held nothing: no copy is to wait for it.
