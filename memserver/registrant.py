@@ -164,10 +164,9 @@ class Registrant:
                 return 0.0
             self._note_leader(error)
             if ANSWERED in trailers_of(error) and STANDBY not in trailers_of(error):
-                self._servers_port_answers = self._servers_port != 0
-            elif self._leave_servers_port(error.code()):
-                return 0.0
-            if error.code() in _ELSEWHERE and self._ask_the_next():
+                # It leads, and refuses for now. Those that stand by would only keep the call until another one leads.
+                self._servers_port_answers, self._turns = self._servers_port != 0, 0
+            elif self._leave_servers_port(error.code()) or (error.code() in _ELSEWHERE and self._ask_the_next()):
                 return 0.0
             self._failed(error)
         except Exception:  # noqa: BLE001

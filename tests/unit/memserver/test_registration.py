@@ -14,6 +14,7 @@ from memserver.registrant import Identity, Registrant, Turn
 from memserver.registration import Registration
 from memserver.stamps import ServerStamp, Stamps
 from smb.rpc import control_pb2 as pb
+from smb.rpc.trailers import ANSWERED, STANDBY
 from tests.support.daemons import wait_for
 
 IDENTITY = Identity("a", 1, "127.0.0.1:1", "127.0.0.1:2", "", "", 1)
@@ -82,19 +83,19 @@ def test_what_was_dropped_may_be_made_again_for_another_run(same_run: bool) -> N
 
 
 class Unanswered(grpc.RpcError):
-    """A call that failed with this code."""
+    """A call that failed with this code, and with these trailers if a coordinator has answered it."""
 
-    def __init__(self, code: grpc.StatusCode) -> None:
+    def __init__(self, code: grpc.StatusCode, *trailers: tuple[str, str]) -> None:
         self.code = lambda: code
         self.details = lambda: "none"
-        self.trailing_metadata = lambda: ()
+        self.trailing_metadata = lambda: trailers
 
 
-def failed(turn: Turn, code: grpc.StatusCode) -> float:
+def failed(turn: Turn, code: grpc.StatusCode, *trailers: tuple[str, str]) -> float:
     """Let a turn's call fail; return the pause."""
     next(turn)
     with pytest.raises(StopIteration) as ended:
-        turn.throw(Unanswered(code))
+        turn.throw(Unanswered(code, *trailers))
     return float(ended.value.value)
 
 
@@ -131,3 +132,21 @@ def test_a_port_out_of_reach_is_tried_once(code: grpc.StatusCode, caplog: pytest
     for port in (4, 0, 4):
         renewed(ours.turn(), port)
         assert ours.coordinator == "127.0.0.1:3"
+
+
+def test_a_leader_that_puts_it_off_is_asked_again() -> None:
+    """One that stands by would keep the call until its patience ends. A server has to ask the next coordinator only if
+    this one does not answer, or does not lead.
+    """
+    ours = Registrant("127.0.0.1:3,127.0.0.1:4", IDENTITY, empty(), pb.ServerLoad, Mock(), Mock(), draw=lambda: 0.5)
+    put_off = grpc.StatusCode.UNAVAILABLE
+    assert failed(ours.turn(), put_off, (ANSWERED, "1"), (STANDBY, "7")) == 0.0
+    assert ours.coordinator == "127.0.0.1:4"
+    for _ in range(3):
+        assert failed(ours.turn(), put_off, (ANSWERED, "1")) > 0.0
+        assert ours.coordinator == "127.0.0.1:4"
+    turn = ours.turn()
+    assert next(turn).options["metadata"] == ()
+    turn.close()
+    assert failed(ours.turn(), put_off) == 0.0
+    assert ours.coordinator == "127.0.0.1:3"
