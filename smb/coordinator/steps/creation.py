@@ -209,10 +209,14 @@ def _joined(record: BufferRecord, like: BufferRecord) -> tuple[BufferRecord, Buf
 
 
 def _check_roles(record: BufferRecord, event: BufferMade) -> None:
-    """Raise NotNowError if segments were made for roles that their bundle no longer has."""
+    """Raise NotNowError if segments were made for roles that the records no longer have. A server with such a role
+    would take itself for the primary beside another one.
+    """
     for segment, made in zip(record.segments, event.segments, strict=False):
         if segment.group and segment != made:
             raise NotNowError(f"the buffer with which {record.title} moves together has moved meanwhile; try again")
+        if segment != made:
+            raise NotNowError(f"{record.title}: a server of it was away meanwhile; try again")
 
 
 def buffer_made(state: State, event: BufferMade, _: Instant) -> Step:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -399,6 +400,21 @@ def test_what_was_made_for_other_roles_is_taken_back(cluster: Cluster) -> None:
     assert "v" not in cluster.state.buffers
     join(cluster, "v")
     assert place(cluster) == ("a", "", 2, "")
+
+
+@pytest.mark.parametrize("away", [True, False])
+def test_a_buffer_is_not_made_for_roles_that_it_no_longer_has(cluster: Cluster, away: bool) -> None:
+    """Its primary was taken for dead before it answered that it has its part. It would lead in the epoch before."""
+    cluster.want("n", replicas=2, server_names=("a",))
+    before = cluster.state.buffers["n"]
+    (part,) = before.segments
+    if away:
+        cluster.do(ServerDied(part.server, 1))
+        cluster.do(Ticked())
+        assert cluster.state.buffers["n"].segments[0].server == part.backup
+    with pytest.raises(NotNowError, match="a server of it was away") if away else nullcontext():
+        cluster.do(BufferMade("n", before.segments))
+    assert cluster.state.buffers["n"].ready is not away
 
 
 @pytest.mark.parametrize("lost", [False, True])
