@@ -10,6 +10,7 @@ import asyncio
 import copy
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from random import Random
 from typing import TYPE_CHECKING
 
@@ -42,6 +43,7 @@ METHODS = (
 )  # fmt: skip
 NAMES_CHANGE = ("create", "delete", "find")  # of the events of clients, those by which names change
 NEW_DATA = ("create", "write")
+LATE_S = 12.0  # how long a message takes, at most, that arrives after its sender's successor leads
 WAITS_S = 10.0  # how long a fault that is to happen to a cluster which is whole waits for that, at most
 Fault = Callable[["World", Step], Awaitable[None]]
 FAULTS: dict[str, tuple[int, Fault]] = {}
@@ -305,6 +307,42 @@ async def made_after_backup(world: World, step: Step) -> None:
     await world.until(lambda: any(part.acknowledged for number, part in parts.items() if number not in known), 1.5)
     world.prefers = ()
     await _without_coordinators(world, step, restore)
+
+
+@fault(3)
+async def made_late(world: World, step: Step) -> None:
+    """A host is back without its memory, some of which nobody else had. A backup of the store is put back as the
+    coordinator has a segment made there: that message arrives once the next coordinator leads, whose records do not
+    have the segment.
+    """
+    world.prefers = ("create",)
+    if not await world.until(world.may_lose, WAITS_S):
+        world.prefers = ()
+        return
+    names = sorted(world.alone_on()) or sorted(world.hosts)
+    name = names[step.victim % len(names)]
+    world.lose(name)
+    await asyncio.sleep(step.rng().random())
+    world.start_server(name)
+    await world.until(partial(world.is_registered, name), WAITS_S)
+    restore = _restoring(world)
+    sent: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def is_late(source: str, target: str, method: str) -> bool:
+        if method == "CreateSegment" and target == name and not sent.done():
+            world.network.slow[name] = LATE_S
+            sent.set_result(None)
+        return sent.done()
+
+    def act() -> None:
+        world.network.slow.pop(name, None)
+        restore()
+
+    world.strikes.append(is_late)
+    await asyncio.wait({sent}, timeout=WAITS_S)
+    world.prefers = ()
+    sent.cancel()
+    await _without_coordinators(world, step, act)
 
 
 NAMES_CHANGE_S = 8.0  # after a restore: for longer than servers have to report what they hold

@@ -224,8 +224,7 @@ def what_is_there_is_listed(world: World, server: str, number: int, there_s: flo
     """Memory that the records do not have at a server is listed there soon, while nothing befalls it. A server that was
     restarted is registered only once those that have other copies of its segments answer, or their leases are over.
     """
-    state = world.leading_state()
-    others = () if state is not None and world.has_registered(state, server) else world.hosts
+    others = () if world.is_registered(server) else world.hosts
     well = there_s > UNLISTED_S_MAX and world.is_calm(world.leader_name(), server, "etcd", *others, for_s=there_s)
     return (
         f"{server} holds {number:016x} since {there_s:.1f} s, which no record has there and no list shows"

@@ -539,6 +539,17 @@ class World:
         state = self.leading_state()
         return state is None or state.allocation(name).segments > 0
 
+    def alone_on(self) -> set[str]:
+        """Return the memory servers with the only copy of something, as far as a leader shows them."""
+        state = self.leading_state()
+        records = state.buffers.values() if state is not None else ()
+        return {part.server for record in records if record.replicas == 1 for part in record.segments}
+
+    def is_registered(self, name: str) -> bool:
+        """Whether a coordinator leads that knows the present run of a memory server."""
+        state = self.leading_state()
+        return state is not None and self.has_registered(state, name)
+
     def has_registered(self, state: State, name: str) -> bool:
         """Whether the run of a memory server that the coordinator knows is the present one, and lives."""
         known, run = state.servers.get(name), self.servers[name]
