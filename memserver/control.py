@@ -21,7 +21,7 @@ import grpc
 
 from memserver.engine import NotReadyError, SegmentForm
 from memserver.replication import Replication
-from memserver.segments import FOR_GOOD, Segments
+from memserver.segments import FOR_GOOD, NotRegisteredError, Segments
 from memserver.stamps import Stamps
 from memserver.store_messages import inventory_message, stamp_of
 from smb.arrays.dtypes import DTYPES
@@ -62,6 +62,7 @@ _CODES: dict[type[Error], grpc.StatusCode] = {
     OutOfMemoryError: grpc.StatusCode.RESOURCE_EXHAUSTED,
     PermissionDeniedError: grpc.StatusCode.PERMISSION_DENIED,
     NotReadyError: grpc.StatusCode.FAILED_PRECONDITION,
+    NotRegisteredError: grpc.StatusCode.ABORTED,
 }
 Reply = TypeVar("Reply")
 # Arguments: session, token with its proof, and bond of the caller. Returns for how many seconds the token is valid;
@@ -92,6 +93,7 @@ class ControlService(MemoryServerServicer):
         def create() -> pb.CreateSegmentReply:
             failpoint("memserver.create.asked")
             self._check_run(request.instance_id)
+            self._segments.check_not_left(request.stamp.term)
             if request.HasField("stamp"):  # first, because that store has a record of the segment
                 self._stamps.learn(stamp_of(request.stamp))
             dtype = DTYPES.get(request.dtype)
@@ -106,6 +108,7 @@ class ControlService(MemoryServerServicer):
                 functools.partial(self._replication.take, (request.replica,)) if request.HasField("replica") else None,
                 anew=request.replica.copying,
                 bundle_id=request.group_id,
+                term=request.stamp.term,
             )
             _log.info("made segment %016x of %d bytes", request.id, request.nbytes)
             failpoint("memserver.create.done")
@@ -151,7 +154,7 @@ class ControlService(MemoryServerServicer):
 
         def take() -> pb.TakeRolesReply:
             self._check_run(request.instance_id)
-            self._segments.check_not_left(request.term)
+            self._segments.check_registered(request.term)
             self._segments.quarantine(request.quarantine_segment_ids)
             for segment_id in request.taken_up_segment_ids:
                 self._segments.take_up(segment_id)

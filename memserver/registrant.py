@@ -257,6 +257,7 @@ class Registrant:
         asked_s = self._boot_s()
         reply = yield Call("RegisterServer", request, self._patience())
         failpoint("memserver.register.answered")
+        self._segments.registered(reply.stamp.term)
         self._take_servers_port(reply.servers_port)
         self._take_keys(reply)
         self._segments.quarantine(reply.quarantine_segment_ids)
@@ -268,7 +269,6 @@ class Registrant:
         self._list_was_old = not {*ids} - {*reply.drop_segment_ids} <= {*self._segments.ids()}
         if self._stamps is not None and reply.HasField("stamp"):
             self._stamps.replace(stamp_of(reply.stamp))
-        self._segments.registered(reply.stamp.term)
         self._end(reply.ended_sessions)
         self._take_roles(reply, asked_s)
         failpoint("memserver.register.done")

@@ -13,14 +13,14 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 
 from memserver.drop_rules import why_not
-from memserver.engine import Engine, FoundSegment, NotReadyError, SegmentForm
+from memserver.engine import Engine, FoundSegment, SegmentForm
 from memserver.memory_dir import MemoryDirectory
 from smb.config.parse import format_bytes
 from smb.daemon.failpoint import failpoint
 from smb.daemon.host_memory import HEADROOM_BYTES, MemoryLimit
 from smb.drop_reasons import Ground
 from smb.engine import segment_file_bytes
-from smb.errors import AlreadyExistsError, InvalidArgumentError, NotFoundError, OutOfMemoryError
+from smb.errors import AlreadyExistsError, Error, InvalidArgumentError, NotFoundError, OutOfMemoryError
 
 # Ids are never reused, so a creation after its drop is a late request of a creation that was given up. This many drops
 # are remembered.
@@ -32,6 +32,10 @@ FOR_GOOD = 2**32 - 1
 ENDED_MAX = 65_536
 
 _log = logging.getLogger("memserver")
+
+
+class NotRegisteredError(Error):
+    """A coordinator asked for what only the one may ask with which this server is registered."""
 
 
 class Segments:
@@ -71,17 +75,20 @@ class Segments:
         *,
         anew: bool = False,
         bundle_id: int = 0,
+        term: int = 0,
     ) -> None:
         """Make the segment; a repetition is not an error. Blocks while its memory is zeroed. Tokens of its lock are
         above `token_floor`. `replicate`, for a segment with two copies, gives it its role; such a segment may be made
         again in a later epoch. `bundle_id`: the bundle with which it moves; 0: it moves alone. `anew`: an earlier copy
-        that is here is destroyed.
+        that is here is destroyed, for a coordinator of this `term` as in drop.
 
         Raises OutOfMemoryError, InvalidArgumentError, AlreadyExistsError (a different one is here), NotFoundError (it
         was dropped).
         """
         with self._lock:
             self._lock.wait_for(lambda: form.id not in self._busy)
+            if anew:
+                self._check_registered(term)
             held = self._held.get(form.id)
             known = max(self._dropped.get(form.id, 0), held.epoch if anew and held is not None else 0)
             if form.epoch <= known and held != form:
@@ -147,24 +154,28 @@ class Segments:
             self._term = term
 
     def check_not_left(self, term: int) -> None:
-        """Raise NotReadyError for a call of a coordinator that this server has left for another one: a network can hold
-        up a call for longer than its caller lives, and the records may have been restored meanwhile.
+        """Raise NotRegisteredError for a call of a coordinator that this server has left for another one: a network can
+        hold up a call for longer than its caller lives, and the records may have been restored meanwhile.
         """
         with self._lock:
             if term in self._terms_left:
-                raise NotReadyError(f"the coordinator of term {term:016x} leads no more")
+                raise NotRegisteredError(f"the coordinator of term {term:016x} leads no more")
+
+    def check_registered(self, term: int) -> None:
+        """As check_not_left, also for a term with which this server has not registered yet, and while it registers. 0:
+        of a coordinator that does not name its term.
+        """
+        with self._lock:
+            self._check_registered(term)
 
     def _check_registered(self, term: int) -> None:
-        """As check_not_left, also for a term with which this server has not registered yet. 0: of a coordinator that
-        does not name its term. The caller holds the lock.
-        """
         if term != 0 and (term != self._term or self._listed):
-            raise NotReadyError(f"this server is not registered with the coordinator of term {term:016x} now")
+            raise NotRegisteredError(f"this server is not registered with the coordinator of term {term:016x} now")
 
     def drop(self, segment_id: int, epoch: int = FOR_GOOD, ground: Ground = Ground.UNKNOWN, term: int = 0) -> None:
         """Drop a segment and its file; a missing one is not an error. A copy that was made in a later epoch stays, and
-        so does one that memserver/drop_rules.py protects. `term`: of the coordinator that asks for it. NotReadyError if
-        this server is registered with another one. 0: it is this server's own decision, or not said.
+        so does one that memserver/drop_rules.py protects. `term`: of the coordinator that asks: if this
+        server is not registered with it, NotRegisteredError. 0: this server's own decision, or not said.
         """
         with self._lock:
             self._lock.wait_for(lambda: segment_id not in self._busy)

@@ -29,6 +29,8 @@ _LAST_CALLS_S = 24 * 3600.0  # longer than any deadline in this file
 CREATE_BYTES_PER_S_MIN = 20 << 20
 _LEASE_LOOK_S = 0.5
 PROBE_S = 1.0
+# Pauses before a call is repeated that a server refused because its registration with this coordinator is not complete.
+_REGISTERS_S = (0.05, 0.1, 0.2, 0.4, 0.8, 1.0)
 
 
 Reply = TypeVar("Reply")
@@ -61,6 +63,18 @@ class _Peer:
     credentials: Credentials | None
     channel: grpc.aio.Channel
     stub: MemoryServerStub
+
+
+async def _once_registered(call: Callable[[], Awaitable[Reply]], pauses_s: Sequence[float] = _REGISTERS_S) -> Reply:
+    """Return what a call returns, repeated while the server is not registered with this coordinator."""
+    for pause_s in pauses_s:
+        try:
+            return await call()
+        except grpc.aio.AioRpcError as error:
+            if error.code() is not grpc.StatusCode.ABORTED:
+                raise
+        await asyncio.sleep(pause_s)
+    return await call()
 
 
 async def _while_alive(call: Awaitable[Reply], alive: Callable[[], bool]) -> Reply | None:
@@ -183,7 +197,10 @@ class MemoryServers:
                 instance_id=server.instance_id,
                 term=self._term,
             )
-            reply: pb.TakeRolesReply = await peer.stub.TakeRoles(request, timeout=ANSWER_S, metadata=passed_on())
+            # Renewals of other servers wait for this, so not for long: a registration brings all roles, too.
+            reply: pb.TakeRolesReply = await _once_registered(
+                lambda: peer.stub.TakeRoles(request, timeout=ANSWER_S, metadata=passed_on()), _REGISTERS_S[:3]
+            )
         except grpc.aio.AioRpcError as error:
             raise self._failure(server, "take roles", error) from error
         if not {part.segment_id for part in replicas if part.confirm} <= set(reply.confirmed):
@@ -208,7 +225,9 @@ class MemoryServers:
                 instance_id=server.instance_id,
                 term=self._term,
             )
-            reply = await peer.stub.DeleteSegment(request, timeout=ANSWER_S, metadata=passed_on())
+            reply = await _once_registered(
+                lambda: peer.stub.DeleteSegment(request, timeout=ANSWER_S, metadata=passed_on())
+            )
         except grpc.aio.AioRpcError as error:
             raise self._failure(server, "drop a segment", error) from error
         return int(reply.used_bytes)

@@ -264,12 +264,16 @@ class RoleChanges:
 
     async def tell_roles(self, segment_ids: Collection[int], names: Iterable[str]) -> None:
         """Tell servers at once their roles for these segments and the rest of their bundles. A server that does not
-        answer hears of them when it renews.
+        answer hears of them when it renews, and one that has not registered in this term when it does.
         """
         state = self._commit_log.state
         together = Bundles(state.buffers.values()).named_by(segment_ids)
         await asyncio.gather(
-            *(self._tell_roles_to(state.servers[name], together) for name in names if name in state.servers)
+            *(
+                self._tell_roles_to(state.servers[name], together)
+                for name in names
+                if name in state.servers and state.obeys(name, self._commit_log.now())
+            )
         )
 
     async def _tell_roles_to(self, server: ServerRecord, segment_ids: Collection[int]) -> None:

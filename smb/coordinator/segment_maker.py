@@ -213,8 +213,8 @@ class SegmentMaker:
     async def _drop_segment(self, committed: Committed, segment: SegmentRecord, effect: DropSegments) -> bool:
         """Return whether the server dropped the segment."""
         server = committed.state.servers.get(segment.server)
-        # A server that must register first hears of it then.
-        if server is None or not committed.state.obeys(server.name, self._commit_log.now()):
+        # A server without a lease must register first, and hears of it then.
+        if server is None or not committed.state.alive(server.name, self._commit_log.now()):
             return False
         try:
             used_bytes = await self._servers.drop(server, segment.id, effect.epoch, effect.ground, room=effect.room)

@@ -25,6 +25,14 @@ def term_of(coordinator: str) -> int:
     return term
 
 
+def made_anew(segment_id: int, term: int) -> pb.CreateSegmentRequest:
+    """What has a server make a copy of a segment in place of what it has of it."""
+    return pb.CreateSegmentRequest(
+        id=segment_id, epoch=9, dtype="float32", nbytes=40, chunk_bytes=4096, stamp=pb.StoreStamp(cluster=1, term=term),
+        replica=pb.Replica(segment_id=segment_id, epoch=9, role=2, peer="b", copying=True),
+    )  # fmt: skip
+
+
 def registrations(daemon_log: Path) -> int:
     return daemon_log.read_text().count("registered as")
 
@@ -55,16 +63,19 @@ def test_a_server_obeys_the_coordinator_that_it_registered_with(tmp_path: Path) 
                     (stub.DeleteSegment, pb.DeleteSegmentRequest(id=kept_id, epoch=9, room=True, term=former)),
                     (stub.RetireSegments, pb.RetireSegmentsRequest(ids=[kept_id], term=former)),
                     (stub.TakeRoles, pb.TakeRolesRequest(replicas=roles, term=former)),
+                    (stub.CreateSegment, made_anew(kept_id, former)),
+                    (stub.CreateSegment, made_anew(kept_id, present + 1)),
                     (stub.DeleteSegment, pb.DeleteSegmentRequest(id=kept_id, ground=pb.DELETED, term=present + 1)),
+                    (stub.TakeRoles, pb.TakeRolesRequest(replicas=roles, term=present + 1)),
                 ):
                     with pytest.raises(grpc.RpcError, match="of term") as raised:
                         call(request)
-                    assert raised.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+                    assert raised.value.code() is grpc.StatusCode.ABORTED
                 kept.write(range(10))
                 assert kept.read().tolist() == list(range(10))
                 stub.TakeRoles(pb.TakeRolesRequest(term=present))
                 for term in (present, 0):
                     stub.DeleteSegment(pb.DeleteSegmentRequest(id=gone_id, ground=pb.DELETED, term=term))
                     assert not stub.Inventory(pb.InventoryRequest(ids=[gone_id])).held
-            client.delete("kept")
+            client.delete("kept")  # at once, for the present one
             assert not any(f"{kept_id:016x}" in name for name in daemons.files())

@@ -417,6 +417,18 @@ def test_a_buffer_is_not_made_for_roles_that_it_no_longer_has(cluster: Cluster, 
     assert cluster.state.buffers["n"].ready is not away
 
 
+def test_a_buffer_is_made_though_its_second_copy_took_too_long(cluster: Cluster) -> None:
+    """Its primary has gone on alone meanwhile, in the next epoch. To make it again might take as long again."""
+    cluster.want("n", replicas=2, server_names=("a",))
+    before = cluster.state.buffers["n"]
+    (part,) = before.segments
+    cluster.do(BackupsLost("a", frozenset({part.id})))
+    assert cluster.state.buffers["n"].degraded
+    cluster.do(BufferMade("n", before.segments))
+    assert cluster.state.buffers["n"].ready
+    assert cluster.state.buffers["n"].degraded
+
+
 @pytest.mark.parametrize("lost", [False, True])
 def test_a_target_is_given_all_and_the_copy_that_stays_is_asked_for_all(cluster: Cluster, lost: bool) -> None:
     """In this order: confirmed, and then as for one: made, yielded, confirmed, stored, confirmed in its new role. If

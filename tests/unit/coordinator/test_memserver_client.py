@@ -1,15 +1,18 @@
-"""smb.coordinator.memserver_client: how long the coordinator waits for a server that makes a segment."""
+"""smb.coordinator.memserver_client: how long the coordinator waits for a memory server."""
 
 from __future__ import annotations
 
 import asyncio
+from contextlib import nullcontext
 from dataclasses import replace
+from typing import Any
 
 import grpc
 import pytest
 
 from smb.coordinator.memserver_client import MemoryServers
 from smb.coordinator.records import BufferRecord, SegmentRecord
+from smb.drop_reasons import Ground
 from smb.errors import UnavailableError
 from smb.rpc import control_pb2 as pb
 from smb.rpc.control_pb2_grpc import MemoryServerServicer, add_MemoryServerServicer_to_server
@@ -56,6 +59,43 @@ def test_a_live_server_is_waited_for(stays: bool) -> None:
                     UnavailableError, match=r'"a" at 127\.0\.0\.1:\d+ made no segment before its lease ended'
                 ):
                     await servers.create(at, record, segment, alive=alive)
+        finally:
+            await servers.close()
+            await far.stop(None)
+
+    asyncio.run(asyncio.wait_for(work(), 30))
+
+
+class Registering(MemoryServerServicer):
+    """A memory server whose registration is under way at first."""
+
+    def __init__(self, refusals: int) -> None:
+        self.refusals = refusals
+        self.terms: list[int] = []
+
+    async def DeleteSegment(self, request: pb.DeleteSegmentRequest, context: Any) -> pb.DeleteSegmentReply:  # noqa: N802
+        self.terms.append(request.term)
+        if len(self.terms) <= self.refusals:
+            await context.abort(grpc.StatusCode.ABORTED, "this server is not registered with that coordinator")
+        return pb.DeleteSegmentReply(used_bytes=7)
+
+
+@pytest.mark.parametrize("registers", [True, False])
+def test_a_drop_is_repeated_until_the_server_has_registered(registers: bool) -> None:
+    """It drops nothing for a coordinator with which it has not registered, and that takes a moment after a restart."""
+
+    async def work() -> None:
+        there = Registering(2 if registers else 99)
+        far = grpc.aio.server()
+        add_MemoryServerServicer_to_server(there, far)
+        port = far.add_insecure_port("127.0.0.1:0")
+        await far.start()
+        servers = MemoryServers(term=5)
+        at = replace(server("a"), control_address=f"127.0.0.1:{port}")
+        try:
+            with nullcontext() if registers else pytest.raises(UnavailableError, match="not registered"):
+                assert await servers.drop(at, 1, 1, Ground.DELETED) == 7
+            assert there.terms == [5] * (3 if registers else 7)
         finally:
             await servers.close()
             await far.stop(None)

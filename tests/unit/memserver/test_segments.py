@@ -8,14 +8,15 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
-from memserver.engine import Engine, NotReadyError, SegmentForm
+from memserver.engine import Engine, SegmentForm
 from memserver.memory_dir import MemoryDirectory
 from memserver.recovery import recover
 from memserver.replication import BACKUP, PRIMARY
-from memserver.segments import FOR_GOOD, Segments
+from memserver.segments import FOR_GOOD, NotRegisteredError, Segments
 from smb import errors
 from smb.daemon.host_memory import file_system_of
 from smb.drop_reasons import Ground
@@ -131,12 +132,16 @@ def test_only_the_coordinator_of_the_last_registration_drops(tmp_path: Path, lea
     former, present = 5, 6
 
     def refused(term: int) -> None:
-        with pytest.raises(NotReadyError, match="term"):
+        with pytest.raises(NotRegisteredError, match="term"):
             run.segments.drop(FORM.id, term=term)
-        with pytest.raises(NotReadyError, match="term"):
+        with pytest.raises(NotRegisteredError, match="term"):
             run.segments.give_up(seen, FORM.epoch, term)
-        with pytest.raises(NotReadyError, match="term"):
+        with pytest.raises(NotRegisteredError, match="term"):
             run.segments.retire([FORM.id], 0, term)
+        with pytest.raises(NotRegisteredError, match="term"):
+            run.segments.create(replace(FORM, epoch=9), replicate=Mock(), anew=True, term=term)
+        with pytest.raises(NotRegisteredError, match="term"):
+            run.segments.check_registered(term)
 
     run.segments.registered(former)
     refused(present)
@@ -146,7 +151,7 @@ def test_only_the_coordinator_of_the_last_registration_drops(tmp_path: Path, lea
     run.segments.registered(present)
     refused(former)
     run.segments.check_not_left(present)
-    with pytest.raises(NotReadyError, match="leads no more"):
+    with pytest.raises(NotRegisteredError, match="leads no more"):
         run.segments.check_not_left(former)
     assert len(files(tmp_path)) == 1
     run.segments.drop(FORM.id, term=present)
