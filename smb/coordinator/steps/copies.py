@@ -265,8 +265,10 @@ def copy_dropped(state: State, event: CopyDropped, now: Instant) -> Step:
     return put(state, judged), (SaveBuffer(judged), drop, Report(logging.INFO, text))
 
 
-def copies_ended(state: State, event: CopiesEnded, _: Instant) -> Step:
-    """New copies are whole, or were given up."""
+def copies_ended(state: State, event: CopiesEnded, now: Instant) -> Step:
+    """New copies are whole, or were given up. A copy counts as whole once its own server has said in this term that it
+    is there: that server may have dropped it, by records that were restored meanwhile. The primary reports again.
+    """
     epochs = Bundles(state.buffers.values()).with_epochs(event.epochs)
 
     def judge(record: BufferRecord) -> BufferRecord:
@@ -274,7 +276,13 @@ def copies_ended(state: State, event: CopiesEnded, _: Instant) -> Step:
 
     text = "has a new copy" if event.whole else "could not be copied"
     level, here = logging.INFO if event.whole else logging.WARNING, list(state.buffers.at(event.name))
-    return judge_copies(state, judge, event.changes_max, text, level, of=here)
+    unheard = frozenset(
+        segment.id
+        for record in here
+        for segment in record.segments
+        if event.whole and segment.copying_to and not state.confirmed(segment.copying_to, segment.id, now)
+    )
+    return judge_copies(state, judge, event.changes_max, text, level, unheard, here)
 
 
 def _with_segments_of(judged: BufferRecord, present: BufferRecord, segment_ids: frozenset[int]) -> BufferRecord:

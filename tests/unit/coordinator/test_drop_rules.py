@@ -421,6 +421,24 @@ def test_nothing_joins_what_the_records_have_in_an_old_place(cluster: Cluster) -
     assert segment(cluster, "m").server == "c"
 
 
+@pytest.mark.parametrize("there", [True, False])
+def test_a_copy_is_whole_once_its_server_has_said_that_it_is_there(cluster: Cluster, there: bool) -> None:
+    """Its primary reports that in each term. But the server may have dropped it, by records that were restored in
+    between and had no such copy.
+    """
+    cluster.do(ServerDied("b", 1))
+    cluster.do(Ticked())
+    number = segment(cluster).id
+    cluster.do(CopyBegun("w", number, "c", 1, 3))
+    cluster = again(cluster)
+    back(cluster, "a", frozenset({number}), as_held=Held(3, primary=True))
+    cluster.do(CopiesEnded("a", {number: 3}, True))
+    assert (segment(cluster).backup, segment(cluster).copying_to) == ("", "c")
+    back(cluster, "c", frozenset({number}) if there else frozenset(), as_held=Held(3, backup=True))
+    cluster.do(CopiesEnded("a", {number: 3}, True))
+    assert segment(cluster).backup == ("c" if there else "")
+
+
 def test_segments_beside_a_contested_one_change_roles() -> None:
     """One segment of a buffer is newer than the restored records. Another one's primary comes back without its memory:
     its backup takes over at once, as nobody would judge it again once the newer one was taken up.
