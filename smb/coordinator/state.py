@@ -8,7 +8,7 @@ memory twice.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -115,9 +115,9 @@ class State:
     # not make another buffer. Not stored: the answer would have to stay lost over creation, deletion and a new leader.
     deleted_attempts: tuple[int, ...] = ()
     interrupted: Mapping[int, Interrupted] = field(default_factory=dict)  # by id of the buffer, which is not ready
-    # By segment: the server that was its primary until another one took over, as a creation was decided. It lives, and
-    # answers reads until it has heard of that.
-    former_primaries: Mapping[int, str] = field(default_factory=dict)
+    # By segment: servers that may have been its primaries until another one took over, as was reported in this
+    # term. They live, and answer reads until they have heard of that.
+    former_primaries: Mapping[int, frozenset[str]] = field(default_factory=dict)
     # Progress of copies, by the server that makes them, from its last report.
     progress: Mapping[str, Mapping[int, CopyProgress]] = field(default_factory=dict)
     lineage: Lineage = field(default_factory=Lineage)
@@ -340,11 +340,21 @@ class State:
         waiting = self.interrupted.get(record.id)
         if waiting is not None and server not in waiting.leads:
             return False
-        return self.former_primaries.get(segment_id) not in self.server_leases.ends
+        return self.server_leases.ends.keys().isdisjoint(self.former_primaries.get(segment_id, ()))
 
     def not_led(self) -> frozenset[int]:
         """Return the segments whose primaries wait until the former ones have heard of them."""
-        return frozenset(number for number, name in self.former_primaries.items() if name in self.server_leases.ends)
+        ends = self.server_leases.ends.keys()
+        return frozenset(number for number, names in self.former_primaries.items() if not ends.isdisjoint(names))
+
+    def with_former_primaries(self, former: Mapping[int, Collection[str]]) -> State:
+        """Return the state with these former primaries, by segment, too. They must register again: then they hear of
+        it.
+        """
+        named = frozenset(name for names in former.values() for name in names)
+        more = {number: self.former_primaries.get(number, frozenset()).union(names) for number, names in former.items()}
+        both = {**self.former_primaries, **more}
+        return replace(self, former_primaries=both, suspected=self.suspected | (named & self.servers.keys()))
 
     def rival(self, event: ServerRegistered, now: Instant) -> ServerRecord | None:
         """Return the other run that holds this server's name while its lease runs. It may be dead all the same."""

@@ -158,12 +158,12 @@ def _made(state: State, record: BufferRecord, known: Interrupted, heard: Mapping
 def _with_former_primaries(state: State, before: State, keys: Iterable[str]) -> State:
     """Return the state with the servers from which others took over, of these buffers: they must register again."""
     former = {
-        segment.id: was.server
+        segment.id: (was.server,)
         for key in keys
         for segment, was in zip(state.buffers[key].segments, before.buffers[key].segments, strict=True)
         if segment.server != was.server
     }
-    return replace(state, former_primaries={**state.former_primaries, **former}) if former else state
+    return state.with_former_primaries(former) if former else state
 
 
 def _come_back(

@@ -93,7 +93,7 @@ def _take_up(state: State, changes_max: int | None, now: Instant) -> Step:
     effects: list[Effect] = []
     left, left_bytes = (changes_max // 2, CHANGED_BYTES_MAX) if changes_max is not None else (sys.maxsize, sys.maxsize)
     taking = _TakingUp(state, now)
-    former: dict[int, str] = {}
+    former: dict[int, frozenset[str]] = {}
     for segment_id in sorted(state.contested()):
         record, segment = taking.where[segment_id]
         claims = taking.claims(record, segment)
@@ -110,12 +110,11 @@ def _take_up(state: State, changes_max: int | None, now: Instant) -> Step:
         members = [each.id for of in changed for each in of.segments if bundle_of(each) == bundle_of(taken)]
         effects += map(SaveBuffer, changed)
         taking.put(changed)
-        former |= {
-            each: server
-            for server, held in claims.items()
-            if held.primary and server != taken.server
-            for each in members
-        }
+        primaries = {server for server, held in claims.items() if held.primary}
+        if segment_id not in taking.missing.get(segment.server, ()):
+            primaries.add(segment.server)  # it leads by the records, as it was told in this term
+        if primaries - {taken.server}:
+            former |= dict.fromkeys(members, frozenset(primaries - {taken.server}))
         alike = [
             server
             for server, held in claims.items()
@@ -141,13 +140,7 @@ def _take_up(state: State, changes_max: int | None, now: Instant) -> Step:
         text = f"{record.title}: the records were older than its memory; a segment of it is taken up on {where}"
         effects.append(Report(logging.WARNING, text))
     state = taking.state()
-    if former:
-        state = replace(
-            state,
-            former_primaries={**state.former_primaries, **former},
-            suspected=state.suspected | frozenset(former.values()),
-        )
-    return state, tuple(effects)
+    return state.with_former_primaries(former) if former else state, tuple(effects)
 
 
 class _TakingUp:

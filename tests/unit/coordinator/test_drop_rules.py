@@ -27,6 +27,7 @@ from smb.coordinator.events import (
 )
 from smb.coordinator.lineage import TERMS_MAX, Lineage, Stamp
 from smb.coordinator.records import Held, SegmentRecord
+from smb.coordinator.replicas import CopyRole
 from smb.coordinator.state import SERVER_LEASE_S, State, load
 from smb.coordinator.steps.creation import NotNowError
 from smb.coordinator.wanted_copies import wishes
@@ -417,6 +418,8 @@ def test_nothing_joins_what_the_records_have_in_an_old_place(cluster: Cluster) -
         join()
     judge(cluster)
     assert segment(cluster).server == "c"
+    back(cluster, "b", frozenset({number}), as_held=Held(2, primary=True))  # it led until now, by the records
+    cluster.renew("b")
     join()
     assert segment(cluster, "m").server == "c"
 
@@ -516,7 +519,31 @@ def test_a_living_primary_hears_first_that_another_goes_on_alone(cluster: Cluste
     cluster = without_the_member(cluster, "c")
     assert cluster.state.suspected >= {"a"}
     assert [(copy.id, copy.role) for copy in cluster.state.copies("c")] == []
-    assert cluster.state.former_primaries[number] == "a"
+    assert cluster.state.former_primaries[number] == {"a"}
+
+
+def test_the_primary_of_the_records_hears_first_that_another_has_taken_over(cluster: Cluster) -> None:
+    """It led by records that were older than the memory of its former backup, and answered reads as long as it renewed,
+    beside the other one.
+    """
+    older, number = cluster.state, segment(cluster).id
+    cluster.do(ServerDied("a", 1))
+    cluster.do(Ticked())
+    assert (segment(cluster).server, segment(cluster).epoch) == ("b", 2)
+    told = cluster.state.lineage.stamp
+    cluster = again(cluster, older)
+    back(cluster, "a", frozenset({number}), as_held=Held(1, primary=True))
+    back(cluster, "c")
+    back(cluster, "b", frozenset({number}), as_held=Held(2, primary=True), stamps=(told,))
+    judge(cluster)
+    assert segment(cluster).server == "b"
+    assert cluster.state.suspected == {"a"}
+    assert cluster.state.not_led() == {number}
+    assert [copy.role for copy in cluster.state.copies("b")] == []
+    answer = back(cluster, "a", frozenset({number}), as_held=Held(1, primary=True))
+    assert answer.segment_ids == (number,)
+    cluster.renew("a")
+    assert [copy.role for copy in cluster.state.copies("b")] == [CopyRole.PRIMARY]
 
 
 def test_nothing_joins_while_a_former_primary_may_answer(cluster: Cluster) -> None:
