@@ -114,9 +114,12 @@ bool replica_is_primary(const struct replica *replica)
     return bundle_is_primary(replica->bundle);
 }
 
-int replica_role(const struct replica *replica)
+int replica_role(const struct replica *replica, uint32_t epoch)
 {
-    return atomic_load_explicit(&replica->bundle->role, memory_order_acquire);
+    const struct segment_bundle *bundle = replica->bundle;
+    int role = atomic_load_explicit(&bundle->role, memory_order_acquire);
+    bool present = atomic_load_explicit(&bundle->epoch, memory_order_acquire) == epoch;
+    return present ? role : SMB_REPLICA_NONE;
 }
 
 bool replica_moves_with(const struct replica *replica, const struct replica *other)

@@ -50,8 +50,9 @@ bool replica_serves(const struct replica *replica, uint32_t epoch, bool fed);
 bool replica_allows(const struct smb_frame *frame);
 
 bool replica_is_primary(const struct replica *replica);
-/* enum smb_replica_role */
-int replica_role(const struct replica *replica);
+/* enum smb_replica_role. SMB_REPLICA_NONE also if the segment, whose last role was of that epoch,
+ * was left out when its bundle got the present one. */
+int replica_role(const struct replica *replica, uint32_t epoch);
 /* Whether a role of that epoch would be newer than the present one. */
 bool replica_is_behind(const struct replica *replica, uint32_t epoch);
 /* Whether one change may cover both segments. */

@@ -135,6 +135,27 @@ static void stop_following(struct segment_bundle *bundle, uint32_t epoch, int ro
     bundle_release_members(members, count);
 }
 
+/* Ends a role whose members were all deleted, if a segment that it had left out gets a newer role
+ * than it ever had: records that were restored may know of no later epoch. */
+static void end_role_of_nobody(struct segment_bundle *bundle, uint32_t epoch)
+{
+    struct smb_segment *members[BUNDLE_MEMBERS_MAX];
+    int count = bundle_hold_members(bundle, members);
+    uint32_t newest = 0;
+    for (int i = 0; i < count; i++) {
+        uint32_t of_role;
+        smb_segment_copy(members[i], &of_role);
+        newest = of_role > newest ? of_role : newest;
+    }
+    bundle_release_members(members, count);
+    if (newest == 0 || newest >= epoch)
+        return;
+    if (atomic_load_explicit(&bundle->role, memory_order_relaxed) == SMB_REPLICA_BACKUP)
+        stop_following(bundle, newest, SMB_REPLICA_NONE);
+    else
+        take_role(bundle, newest, SMB_REPLICA_NONE, false, false, "");
+}
+
 int smb_server_set_replica(struct smb_server *server, uint64_t id, uint32_t epoch, int role,
                            bool paired, bool copying, const char *peer)
 {
@@ -149,6 +170,9 @@ int smb_server_set_replica(struct smb_server *server, uint64_t id, uint32_t epoc
                                                : SMB_INVALID;
     if (status == SMB_OK) {
         struct segment_bundle *bundle = replica_at(segment)->bundle;
+        if (epoch < atomic_load_explicit(&bundle->epoch, memory_order_relaxed) &&
+            atomic_load_explicit(&bundle->role, memory_order_relaxed) != SMB_REPLICA_NONE)
+            end_role_of_nobody(bundle, epoch);
         uint32_t epoch_now = atomic_load_explicit(&bundle->epoch, memory_order_relaxed);
         int role_now = atomic_load_explicit(&bundle->role, memory_order_relaxed);
         /* The other members' roles change with the first one's. */

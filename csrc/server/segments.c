@@ -103,10 +103,10 @@ static struct smb_held held_of(const struct smb_segment *segment)
     struct smb_held held = {
         .id = info.id,
         .file_bytes = info.file_bytes,
-        .role = replica ? replica_role(replica) : SMB_REPLICA_NONE,
         .untouched = smb_segment_untouched(segment),
     };
     held.copy = smb_segment_copy(segment, &held.epoch);
+    held.role = replica ? replica_role(replica, held.epoch) : SMB_REPLICA_NONE;
     return held;
 }
 

@@ -151,12 +151,13 @@ int smb_server_create_replica(struct smb_server *server, const char *path, uint6
                               uint64_t bundle, uint32_t epoch, int dtype, uint64_t data_bytes,
                               uint32_t chunk_bytes);
 /* Sets the role of a segment and of its bundle, from `epoch` on. An epoch older than the present
- * one changes nothing. `paired`: the segment has a backup, or, with `copying`, is about to get one
- * (smb_server_copy). `peer`: the name of the other copy's server; a guarded backup accepts changes
- * only from that server. A segment that was created with one copy is gated: clients that have
- * mapped it get SMB_STALE_EPOCH and must go through this server. SMB_INVALID: the segment needs a
- * copy before it can have a backup, or is bound to its server (smb_server_bind), or the name is too
- * long. */
+ * one changes nothing, unless all segments that were given a role in that one were deleted, and
+ * this one's last role is older. `paired`: the segment has a backup, or, with `copying`, is about
+ * to get one (smb_server_copy). `peer`: the name of the other copy's server; a guarded backup
+ * accepts changes only from that server. A segment that was created with one copy is gated: clients
+ * that have mapped it get SMB_STALE_EPOCH and must go through this server. SMB_INVALID: the segment
+ * needs a copy before it can have a backup, or is bound to its server (smb_server_bind), or the
+ * name is too long. */
 int smb_server_set_replica(struct smb_server *server, uint64_t id, uint32_t epoch, int role,
                            bool paired, bool copying, const char *peer);
 /* Sends about `bytes` more bytes of a bundle to its new backup. Call it for any one member; for the
@@ -210,7 +211,7 @@ struct smb_held {
     /* the epoch of its last role; without a role, the epoch in which it was created */
     uint32_t epoch;
     uint32_t copy; /* enum smb_copy */
-    int role;      /* enum smb_replica_role, as given in this run */
+    int role;      /* enum smb_replica_role, as given in this run, in that epoch */
     int untouched; /* 1: nothing was ever written to it */
 };
 /* Describes at most `most` segments; returns how many the server has. */

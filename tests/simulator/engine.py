@@ -203,9 +203,8 @@ class Engine:
 
     def _held(self, number: int, memory: Memory) -> FoundSegment:
         bundle = self._bundle(memory)
-        return FoundSegment(
-            number, memory.file_bytes, memory.epoch, memory.whole, bundle.role if bundle else NONE, not memory.cells
-        )
+        role = bundle.role if bundle is not None and bundle.epoch == memory.epoch else NONE
+        return FoundSegment(number, memory.file_bytes, memory.epoch, memory.whole, role, not memory.cells)
 
     def _memory(self, segment_id: int) -> Memory:
         memory = self._host.segments.get(segment_id)
@@ -237,6 +236,9 @@ class Engine:
             memory.bundle, memory.movable = segment_id, True
             self._join(segment_id, memory)
         bundle = self._bundles[memory.bundle]
+        newest = max(self._host.segments[member].epoch for member in bundle.members)
+        if bundle.role != NONE and newest < epoch < bundle.epoch:  # all that had this role were deleted
+            self._take_role(bundle, newest, NONE, "", copying=False)
         ends = role == NONE and bundle.role == PRIMARY
         if epoch > bundle.epoch or (epoch == bundle.epoch and (bundle.role == NONE or ends)):
             whole = bundle.copying is not None and bundle.copying.whole

@@ -448,6 +448,45 @@ static void a_role_is_the_bundles(void)
     smb_server_destroy(next);
 }
 
+static void check_held(struct smb_server *server, uint64_t id, uint32_t epoch, int role)
+{
+    struct smb_held held;
+    CHECK_EQ(smb_server_holds(server, id, &held), SMB_OK);
+    CHECK_EQ(held.epoch, epoch);
+    CHECK_EQ(held.role, role);
+}
+
+static void lead(struct smb_server *server, uint64_t id, uint32_t epoch)
+{
+    CHECK_EQ(smb_server_set_replica(server, id, epoch, SMB_REPLICA_PRIMARY, false, false, ""),
+             SMB_OK);
+}
+
+/* Records from a backup lacked one member, and its bundle got a later role without it. Another
+ * backup has it, in an older epoch: once those that have the role are deleted it can get one, but
+ * none that it had before. */
+static void a_member_outlives_a_role_of_others(void)
+{
+    static const int LEFT[] = {SMB_REPLICA_PRIMARY, SMB_REPLICA_BACKUP};
+    struct pair pair;
+    start(&pair);
+    for (int i = 0; i < 2; i++) {
+        struct smb_server *server = pair.servers[i];
+        CHECK_EQ(smb_server_set_replica(server, ID, 5, LEFT[i], false, false, ""), SMB_OK);
+        check_held(server, ID, 5, LEFT[i]);
+        check_held(server, FIRST_MOMENT, 1, SMB_REPLICA_NONE);
+        CHECK_EQ(smb_server_delete_segment(server, SECOND_MOMENT), SMB_OK);
+        lead(server, FIRST_MOMENT, 3);
+        check_held(server, FIRST_MOMENT, 1, SMB_REPLICA_NONE);
+        CHECK_EQ(smb_server_delete_segment(server, ID), SMB_OK);
+        lead(server, FIRST_MOMENT, 1);
+        check_held(server, FIRST_MOMENT, 1, SMB_REPLICA_NONE);
+        lead(server, FIRST_MOMENT, 3);
+        check_held(server, FIRST_MOMENT, 3, SMB_REPLICA_PRIMARY);
+    }
+    stop(&pair);
+}
+
 /* A state that does not move with the weights is refused, because a backup would not make the step
  * in it. A member with another chunk size is refused, and one too many. */
 static void what_is_refused(void)
@@ -536,6 +575,7 @@ int main(void)
         TEST(a_member_leaves_without_the_backup),
         TEST(a_backup_that_refuses_counts_as_broken),
         TEST(a_role_is_the_bundles),
+        TEST(a_member_outlives_a_role_of_others),
         TEST(what_is_refused),
     };
     return RUN_TESTS(tests);
