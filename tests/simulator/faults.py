@@ -97,7 +97,7 @@ async def memory_lost(world: World, step: Step) -> None:
 async def old_memory(world: World, step: Step) -> None:
     """A host is lost, and later it is back with the memory from before, which a new one had taken the place of."""
     name = _server(world, step)
-    if not world.may_lose():
+    if not await world.until(world.may_lose, WAITS_S):
         return
     old: Host = copy.deepcopy(world.hosts[name])
     world.lose(name)
@@ -127,7 +127,7 @@ async def lost_as_copies_move(world: World, step: Step) -> None:
     await asyncio.sleep(rng.uniform(0.5, 3.0))
     moves = rebalanced if rng.random() < 0.2 else drained
     moving = asyncio.ensure_future(moves(world, replace(step, victim=step.victim + rng.randint(1, 3))))
-    await asyncio.sleep(step.lasts)
+    await asyncio.sleep(rng.choice((step.lasts, 3.5 + step.lasts)))
     world.network.cuts -= cuts
     world.start_server(name)
     await moving
@@ -146,7 +146,7 @@ async def server_stopped(world: World, step: Step) -> None:
 async def unheard(world: World, step: Step) -> None:
     """A memory server is started anew, and the coordinators do not hear it for a while; perhaps without its memory."""
     name = _server(world, step)
-    if step.rng().random() < 0.6 and world.may_lose():
+    if step.rng().random() < 0.6 and await world.until(world.may_lose, WAITS_S):
         world.lose(name)
     else:
         world.kill_server(name)
