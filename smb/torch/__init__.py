@@ -1,6 +1,7 @@
-"""PyTorch on buffers: train a model together with other processes, publish a state_dict, and follow one.
+"""The room of PyTorch on buffers: train a model together with other processes, publish a state_dict, and follow one.
 
-Needs torch; `import smb` does not.
+Needs torch; `import smb` does not. Most modules belong to the rooms of trainings, publishing, meshes, data and
+integrations. What these share stands beside: tensors' values and slices, ranks, placement. It uses what users import.
 """
 
 from smb.torch.explanation import Explanation

@@ -15,7 +15,7 @@ CIRCLES_MAX, CIRCLES_OF_TYPES_MAX = 0, 5
 
 ROOMS = {
     "files", "RDMA", "dashboard", "data", "etcd", "plan", "overlap", "demo", "integrations", "rare schemes", "bench",
-    "doctor", "hosts", "meshes", "publishing", "trainings",
+    "doctor", "hosts", "meshes", "publishing", "trainings", "commands", "PyTorch",
 }  # fmt: skip
 
 BOX = """

@@ -1,4 +1,7 @@
-"""The command line: `smb`. Each command has a file."""
+"""The room of commands: `smb`, a file for each command. A command uses what users import, `connection` for RPCs that
+clients do not make, and the other rooms, each from the file of its command. The package's entry point names `main`.
+smb-memserver (memserver/cli.py) imports how options are read and results are printed; no other code imports this room.
+"""
 
 import os
 
