@@ -32,8 +32,8 @@ import smb
 import smb.cluster
 from smb._engine import lib
 from smb.config.parse import parse_bytes
-from smb.transport.devices import Port, look
 from smb.transport.verbs.descriptors import RECORD
+from smb.transport.verbs.devices import Port, look
 from smb.transport.verbs.queue_pair import Work
 from smb.transport.verbs.requester import Carrier, Right
 

@@ -1,4 +1,9 @@
-"""A cluster of real daemons on this machine, for tests, demos and first steps."""
+"""The room of clusters on one machine: real daemons as child processes, for tests, demos and first steps.
+
+It starts the daemons' command lines and imports nothing of a daemon or a client. `smb.LocalCluster` imports it.
+`smb up --hosts` and smb.ray start the daemons of other hosts with its `Daemon`. smb/daemon/held_directory.py removes
+what killed clusters left.
+"""
 
 from __future__ import annotations
 

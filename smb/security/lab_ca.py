@@ -1,6 +1,7 @@
-"""A certificate authority for a lab, and certificates with roles: what `smb certs` makes.
+"""The room of certificates: an authority for a lab, and certificates with roles, which `smb certs` makes.
 
-Needs the package `cryptography` (the extra "certs"), which no other part needs.
+It uses the names and roles of smb.security. smb/tools/cli/certs.py imports it, and `smb up --hosts` if it gets no
+certificates. It needs the package `cryptography` (its extra is `certs`), which no other part needs.
 
 Any other authority can be used instead if its certificates contain the same: smb.security.roles says which URIs are
 read, smb.security.credentials which names the coordinator's and the memory servers' certificates have.

@@ -16,7 +16,7 @@ from memserver.engine import Engine, SegmentForm
 from memserver.rdma_target import RdmaTarget
 from smb.engine import NOWHERE, BufferHandle, EngineClient, EngineError, Lane, Link, Opcode, Request, memory_of
 from smb.errors import UnavailableError
-from smb.transport.devices import Port
+from smb.transport.verbs.devices import Port
 from smb.transport.verbs.progress_thread import ProgressThread
 from smb.transport.verbs.queue_pair import Device, Domain, QueuePair, Settings
 from smb.transport.verbs.registration import ClientMemory

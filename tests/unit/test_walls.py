@@ -15,7 +15,8 @@ CIRCLES_MAX, CIRCLES_OF_TYPES_MAX = 0, 5
 
 ROOMS = {
     "files", "RDMA", "dashboard", "data", "etcd", "plan", "overlap", "demo", "integrations", "rare schemes", "bench",
-    "doctor", "hosts", "meshes", "publishing", "trainings", "commands", "PyTorch",
+    "doctor", "hosts", "meshes", "publishing", "trainings", "commands", "PyTorch", "certificates",
+    "clusters of one machine",
 }  # fmt: skip
 
 BOX = """

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from smb.transport.devices import Devices, Port, look
+from smb.transport.verbs.devices import Devices, Port, look
 from tests.support.transports import FAR
 from tests.verbs.contract import OF_THE_KERNEL
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from smb.transport.devices import Port
+from smb.transport.verbs.devices import Port
 
 with contextlib.suppress(ImportError):  # without pyverbs the tests are not run, and yet have names
     from pyverbs import enums

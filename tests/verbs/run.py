@@ -17,7 +17,7 @@ import sys
 import sysconfig
 from pathlib import Path
 
-from smb.transport.devices import DEBIAN
+from smb.transport.verbs.devices import DEBIAN
 from tests.verbs import vm
 from tests.verbs.contract import OF_THE_KERNEL, chosen
 
@@ -38,7 +38,9 @@ def missing() -> tuple[bool, str]:
 
     In a process of its own: what this one failed to import, it would not find later.
     """
-    code = "from smb.transport.devices import look; d = look(); print(d.pyverbs or ''); print(*d.missing, sep='\\n')"
+    code = (
+        "from smb.transport.verbs.devices import look; d = look(); print(d.pyverbs or ''); print(*d.missing, sep='\\n')"
+    )
     told = subprocess.run(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True
     ).stdout.splitlines()

@@ -13,7 +13,7 @@ import grpc
 
 from smb.rpc import control_pb2 as pb
 from smb.rpc.control_pb2_grpc import CoordinatorStub, MemoryServerStub
-from smb.transport.devices import Port
+from smb.transport.verbs.devices import Port
 from tests.support.memory_server import OPTIONS
 from tests.support.transports import SLOWNESS
 from tests.verbs.endpoint import Address, Endpoint, as_address

@@ -12,7 +12,7 @@ import smb
 from smb.security.lab_ca import Holder, make_set
 from smb.security.roles import Role
 from smb.transport.base import Deadline
-from smb.transport.devices import Port
+from smb.transport.verbs.devices import Port
 from tests.support.transports import SLOWNESS
 from tests.verbs.test_daemons import on
 

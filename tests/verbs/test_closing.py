@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import smb
-from smb.transport.devices import Port
+from smb.transport.verbs.devices import Port
 from tests.regressions.test_close_while_reconnecting import at_work
 from tests.support.daemons import wait_for
 from tests.support.transports import SLOWNESS

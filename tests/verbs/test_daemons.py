@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import smb
-from smb.transport.devices import Port
+from smb.transport.verbs.devices import Port
 from tests.api.test_transports import hidden_socket
 from tests.support.clients import Adders, add_forever, add_whole, make_event, pattern, run_together, spawn
 from tests.support.daemons import cluster_metric, stop, wait_for

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from smb.transport.devices import Port
+from smb.transport.verbs.devices import Port
 from tests.verbs.conftest import Cable
 from tests.verbs.endpoint import ATOMIC, BROKEN, LOCAL, OK, READ, REFUSED, UNREACHABLE, WRITE, Endpoint, Memory, connect
 

@@ -13,7 +13,7 @@ import pytest
 
 from smb.engine import BufferHandle, EngineClient, Lane, Link, Opcode, Request, memory_of
 from smb.errors import UnavailableError
-from smb.transport.devices import Port
+from smb.transport.verbs.devices import Port
 from smb.transport.verbs.queue_pair import QueuePair, Work
 from smb.transport.verbs.registration import WORTH_BYTES
 from tests.support.rdma import CHUNK_BYTES, SEGMENT, RdmaClient, RdmaServer, wait_until

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import smb
-from smb.transport.devices import Port
+from smb.transport.verbs.devices import Port
 from tests.conftest import Connect
 from tests.support.daemons import wait_for
 from tests.verbs.endpoint import LOCAL, OK, REFUSED, Memory

@@ -14,7 +14,7 @@ from smb.config.untrusted import others_write
 from smb.daemon.host_memory import HEADROOM_BYTES, MEMORY_FILE_SYSTEMS, MemoryLimit, file_system_of
 from smb.daemon.private_directory import directory_fault, is_private_name
 from smb.tools.doctor.findings import Finding, advice, fine, problem
-from smb.transport import devices
+from smb.transport.verbs import devices
 
 _FILES_WANTED = 4096  # connections of a daemon (server.h), each a descriptor
 _BUFFER_WANTED = 4 << 20  # for a TCP connection: 32 Gb/s over 1 ms; the kernel's default for reading is 6 MiB

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from smb.errors import InvalidArgumentError, TransportError
-from smb.transport import devices
+from smb.transport.verbs import devices
 
 FRAME_BYTES = 64  # csrc/base/frame.h
 MESSAGE_BYTES = 1920  # limit of a SEND: ten records, or thirty answers

@@ -1,4 +1,4 @@
-"""What `smb.transport.devices` says about a machine, told by made-up files of the kernel."""
+"""What `smb.transport.verbs.devices` says about a machine, told by made-up files of the kernel."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from smb.transport import devices
+from smb.transport.verbs import devices
 
 GIDS = {
     0: ("fe80:0000:0000:0000:0000:00ff:fe77:0001", "IB/RoCE v1"),
@@ -138,7 +138,7 @@ def test_looking_leaves_the_logging_of_the_process_alone(tmp_path: Path) -> None
     (package / "device.py").write_text("imported = True\n")
     code = (
         f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
-        "import logging; from smb.transport.devices import look\n"
+        "import logging; from smb.transport.verbs.devices import look\n"
         "look(); assert sys.modules['pyverbs.device'].imported\n"
         "print(logging.root.handlers, logging.root.level)"
     )
@@ -148,5 +148,5 @@ def test_looking_leaves_the_logging_of_the_process_alone(tmp_path: Path) -> None
 
 def test_importing_imports_no_pyverbs() -> None:
     """Whoever has pyverbs does not pay for it before verbs is used."""
-    code = "import smb.transport.devices, sys; sys.exit('pyverbs' in sys.modules)"
+    code = "import smb.transport.verbs.devices, sys; sys.exit('pyverbs' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
