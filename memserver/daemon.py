@@ -29,12 +29,12 @@ from memserver.earlier_memory import take_in
 from memserver.engine import LOOPS_MAX, Engine
 from memserver.load import LastLook, load_of
 from memserver.memory_dir import MemoryDirectory
-from memserver.metrics import EngineMetrics, Life, RelayMetrics
+from memserver.metrics import EngineMetrics, Life
 from memserver.rdma_target import RdmaTarget, settings_of
 from memserver.recovery import recover
 from memserver.registrant import Identity, MissingNames, Registrant
 from memserver.registration import Registration
-from memserver.relays import Relays
+from memserver.relays import RelayMetrics, Relays
 from memserver.replication import Replication
 from memserver.segments import Segments
 from memserver.stamps import Stamps, StampsFile

@@ -12,10 +12,9 @@ from prometheus_client.core import HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from memserver.engine import Counters, Engine, Share
-from memserver.relays import Relays
 from memserver.segments import Segments
 from memserver.usage_by_client import NamedShares, Names
-from smb.daemon.metric_names import LATENCY_EDGES, NAMED_MAX, counter, cumulative, gauge, histogram
+from smb.daemon.metric_names import LATENCY_EDGES, counter, cumulative, gauge, histogram
 from smb.engine import KINDS, TRANSPORTS
 
 WAITS_MAX = 4096  # locks and waits that one scrape counts
@@ -32,26 +31,6 @@ class Life:
     recovered_changes: int = 0
     torn_chunks: int = 0
     started_at: float = field(default_factory=time.time)  # seconds since 1970
-
-
-class RelayMetrics(Collector):
-    """What the relay reports of the mirrors here: the first NAMED_MAX mirrors, and as many feeds of each."""
-
-    def __init__(self, relays: Relays) -> None:
-        self._relays = relays
-
-    def describe(self) -> list[Metric]:
-        return []
-
-    def collect(self) -> Iterator[Metric]:
-        version, lag = gauge("smb_server_mirror_version"), gauge("smb_server_mirror_lag_versions")
-        feeds = gauge("smb_server_mirror_feed_bytes_per_second")
-        for report in self._relays.reports()[:NAMED_MAX]:
-            version.add_metric([report.name], report.version)
-            lag.add_metric([report.name], max(0, report.published - report.version))
-            for feed in report.feeds[:NAMED_MAX]:
-                feeds.add_metric([report.name, feed.name], feed.bytes_per_s)
-        yield from (version, lag, feeds)
 
 
 class EngineMetrics(Collector):

@@ -7,13 +7,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 from google.protobuf.message import Message
 
 from memserver.engine import Engine, SegmentForm
-from memserver.relays import Relays
 from memserver.replication import Replication, boot_seconds
 from memserver.segments import FOR_GOOD, Segments
 from memserver.stamps import Stamps
@@ -28,6 +27,9 @@ from smb.errors import AlreadyExistsError, Error, InvalidArgumentError, Permissi
 from smb.rpc import control_pb2 as pb
 from smb.rpc.peers import patience
 from smb.rpc.trailers import ANSWERED, STANDBY, trailers_of
+
+if TYPE_CHECKING:
+    from memserver.relays import Relays
 
 ANSWER_S = 3.0
 FIRST_ANSWER_S = 1.0  # at a port for memory servers that has not answered yet

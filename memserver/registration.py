@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import logging
 import threading
+from typing import TYPE_CHECKING
 
 import grpc
 
 from memserver.registrant import Registrant
-from memserver.relays import Relays
 from memserver.replication import Replication
 from smb.rpc.control_pb2_grpc import CoordinatorStub
 from smb.security.credentials import COORDINATOR_NAME, Credentials, Current, channel
+
+if TYPE_CHECKING:
+    from memserver.relays import Relays
 
 LEAVE_S = 1.0
 

@@ -1,4 +1,5 @@
-"""Has this server's mirrors filled by a separate process, because a daemon imports no client (smb/relay).
+"""The memory server's part of the room of mirrors: it has mirrors here filled by a separate process, because a daemon
+imports no client (smb/relay). The daemon makes its `Relays`, which the registration gives tasks and asks for reports.
 
 The process runs while a mirror is here. It gets its tasks on its standard input and reports on its standard output, one
 JSON text per line. It ends when its input ends, and so also when this daemon is killed.
@@ -13,11 +14,15 @@ import os
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
 
 from memserver.threads import begin
 from smb.config.backoff import Backoff
 from smb.daemon.launch import python_m
+from smb.daemon.metric_names import NAMED_MAX, gauge
 from smb.rpc import control_pb2 as pb
 from smb.rpc.bounds import ITEMS_MAX
 from smb.security.credentials import CA_VARIABLE, CERTIFICATE_VARIABLE, KEY_VARIABLE, Credentials
@@ -157,3 +162,23 @@ class Relays:
                 waits = any(report["waits"] for report in told)  # for a plan, which the next renewal brings
                 if waits or {report.id for report in before} != {report.id for report in reports}:
                     self.on_news()
+
+
+class RelayMetrics(Collector):
+    """What the relay reports of the mirrors here: the first NAMED_MAX mirrors, and as many feeds of each."""
+
+    def __init__(self, relays: Relays) -> None:
+        self._relays = relays
+
+    def describe(self) -> list[Metric]:
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        version, lag = gauge("smb_server_mirror_version"), gauge("smb_server_mirror_lag_versions")
+        feeds = gauge("smb_server_mirror_feed_bytes_per_second")
+        for report in self._relays.reports()[:NAMED_MAX]:
+            version.add_metric([report.name], report.version)
+            lag.add_metric([report.name], max(0, report.published - report.version))
+            for feed in report.feeds[:NAMED_MAX]:
+                feeds.add_metric([report.name, feed.name], feed.bytes_per_s)
+        yield from (version, lag, feeds)

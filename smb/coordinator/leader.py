@@ -24,7 +24,7 @@ from smb.coordinator.idle_names import IdleNames
 from smb.coordinator.known_pages import KnownPages
 from smb.coordinator.memserver_client import MemoryServers
 from smb.coordinator.metrics import LeaseMetrics, StateMetrics
-from smb.coordinator.mirrors import Mirrors
+from smb.coordinator.mirrors.filling import Mirrors
 from smb.coordinator.options import CoordinatorOptions, OwnPorts
 from smb.coordinator.outside import Outside
 from smb.coordinator.role_changes import RoleChanges

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 from weakref import WeakValueDictionary
 
 import grpc.aio
@@ -62,7 +62,6 @@ from smb.coordinator.messages import (
     stays_message,
     without_session,
 )
-from smb.coordinator.mirrors import Mirrors
 from smb.coordinator.moves import Move
 from smb.coordinator.options import OwnPorts
 from smb.coordinator.outside import Outside
@@ -96,6 +95,9 @@ from smb.errors import (
 from smb.rpc import control_pb2 as pb
 from smb.rpc.control_pb2_grpc import CoordinatorServicer
 from smb.security.roles import ANYBODY, Role, caller
+
+if TYPE_CHECKING:
+    from smb.coordinator.mirrors.filling import Mirrors
 
 _log = logging.getLogger("coordinator")
 _ASKS_MAX = 4  # how often a registration asks a server what it holds, while buffers are being made on it

@@ -1,6 +1,6 @@
 """Which plan a relay follows for which version. Thread-safe.
 
-The coordinator's plans hold for ranges of versions that do not overlap (smb/coordinator/mirror_plans.py), so all relays
+The coordinator gives plans for ranges of versions that do not overlap (smb/coordinator/mirrors/plans.py), so all relays
 follow one plan for one version. A relay without a plan for a version waits for one, which its memory server fetches. It
 does not wait for a coordinator that is away: it follows the latest plan that it has, or takes all from the source.
 """

@@ -28,7 +28,7 @@ from smb import errors
 from smb.coordinator import limits, service
 from smb.coordinator.commit_log import CommitLog
 from smb.coordinator.events import Instant, SessionClosed, SessionRenewed
-from smb.coordinator.mirrors import Mirrors
+from smb.coordinator.mirrors.filling import Mirrors
 from smb.coordinator.records import Holder as CertificateOf
 from smb.coordinator.records import SessionRecord
 from smb.coordinator.state import State, load

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 from smb.config.transports import REPORTED
 from smb.coordinator.dashboard.buffer_rows import (
@@ -36,12 +37,14 @@ from smb.coordinator.dashboard.moment import Json, Moment, settings_of
 from smb.coordinator.dashboard.states import ClientReport
 from smb.coordinator.dashboard.trainings import Rounds, WorkerSeen
 from smb.coordinator.events import Instant
-from smb.coordinator.mirrors import Mirrors
 from smb.coordinator.published import published_as
 from smb.coordinator.records import BufferRecord, Kind, ServerRecord
 from smb.coordinator.state import State
 from smb.errors import NotFoundError
 from smb.rpc import control_pb2 as pb
+
+if TYPE_CHECKING:
+    from smb.coordinator.mirrors.filling import Mirrors
 
 FORM = 1  # version of the JSON; grows when a field is removed or changes its meaning
 CLIENTS_MAX = 500

@@ -6,14 +6,17 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import parse_qs
 
 from smb.coordinator.dashboard.history import EventWatch
 from smb.coordinator.dashboard.overview import Look, OverviewJson
 from smb.coordinator.dashboard_interface import LookAtStore
-from smb.coordinator.mirrors import Mirrors
 from smb.daemon.process import Answer
 from smb.errors import NotFoundError
+
+if TYPE_CHECKING:
+    from smb.coordinator.mirrors.filling import Mirrors
 
 _DIRECTORY = Path(__file__).parent / "web"
 _KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}

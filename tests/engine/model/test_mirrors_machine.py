@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import invariant, rule
 
 from smb.coordinator.events import BufferDeleted, BufferMade, BufferRenamed
-from smb.coordinator.mirrors import Mirrors
+from smb.coordinator.mirrors.filling import Mirrors
 from smb.coordinator.records import BufferRecord, Kind
 from smb.coordinator.state import ARRIVED
 from smb.coordinator.validate import Creation, check_creation

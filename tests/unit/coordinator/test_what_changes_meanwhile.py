@@ -36,7 +36,7 @@ from smb.coordinator.events import (
 from smb.coordinator.health import Health
 from smb.coordinator.leader import _tick
 from smb.coordinator.memserver_client import AnotherRunError, Look, MemoryServers, RunLiveness
-from smb.coordinator.mirrors import Mirrors
+from smb.coordinator.mirrors.filling import Mirrors
 from smb.coordinator.outside import new_id
 from smb.coordinator.records import BufferRecord, Held, SegmentRecord, ServerRecord
 from smb.coordinator.role_changes import LOOK_COUNTS_S, LOOKS_AT_ONCE_MAX, RoleChanges

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from smb.coordinator.link_rates import Edge, Flow, LinkRates
-from smb.coordinator.mirror_trees import TreeNode
+from smb.coordinator.mirrors.link_rates import Edge, Flow, LinkRates
+from smb.coordinator.mirrors.trees import TreeNode
 
 NODES = (TreeNode("source", 1.0), TreeNode("a", 1.0), TreeNode("b", 2.0))
 ZONED = (TreeNode("source", 1.0, "x"), TreeNode("a", 1.0, "x"), TreeNode("b", 1.0, "y"), TreeNode("c", 1.0, "z"))

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from smb.coordinator.mirror_trees import RelayTree, TreeNode, ZonePairs, plan, rate_of
+from smb.coordinator.mirrors.trees import RelayTree, TreeNode, ZonePairs, plan, rate_of
 
 # Beyond these limits mirror_trees.plan decides: with 64 relays in 4 zones this takes up to 0.25 s, with 8 zones 2 s.
 RELAYS_MAX = 64

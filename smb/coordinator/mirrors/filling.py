@@ -14,9 +14,9 @@ from typing import TypeAlias
 
 from smb.coordinator.beside_loop import BesideLoop
 from smb.coordinator.events import Instant
-from smb.coordinator.link_rates import Flow
-from smb.coordinator.mirror_plans import MirrorPlan, MirrorPlans
-from smb.coordinator.mirror_trees import RelayTree, TreeNode, rate_of
+from smb.coordinator.mirrors.link_rates import Flow
+from smb.coordinator.mirrors.plans import MirrorPlan, MirrorPlans
+from smb.coordinator.mirrors.trees import RelayTree, TreeNode, rate_of
 from smb.coordinator.records import BufferRecord
 from smb.coordinator.state import State
 from smb.rpc import control_pb2 as pb
@@ -153,7 +153,9 @@ class Mirrors:
         asked = plans.planned_for
 
         def pack() -> Trees:
-            from smb.coordinator.tree_packing import pack as packed  # imports numpy, which few coordinators need
+            from smb.coordinator.mirrors.tree_packing import (
+                pack as packed,  # imports numpy, which few coordinators need
+            )
 
             return packed(nodes[0], nodes[1:], pairs)
 

@@ -12,9 +12,9 @@ import pytest
 from scipy.optimize import linprog  # type: ignore[import-untyped]
 from scipy.sparse import csr_array  # type: ignore[import-untyped]
 
-from smb.coordinator.mirror_trees import RelayTree, TreeNode, plan, rate_of
-from smb.coordinator.tree_packing import KEPT, Mix, arborescence, pack
-from tests.unit.coordinator.test_mirror_trees import is_fed, spanning
+from smb.coordinator.mirrors.tree_packing import KEPT, Mix, arborescence, pack
+from smb.coordinator.mirrors.trees import RelayTree, TreeNode, plan, rate_of
+from tests.unit.coordinator.mirrors.test_mirror_trees import is_fed, spanning
 
 SOURCE = "source"
 Pairs = dict[tuple[str, str], float]

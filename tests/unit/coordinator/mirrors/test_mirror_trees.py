@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from smb.coordinator.mirror_trees import RelayTree, TreeNode, plan, rate_of
+from smb.coordinator.mirrors.trees import RelayTree, TreeNode, plan, rate_of
 
 SOURCE = "source"
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, S
 from dataclasses import dataclass
 from typing import TypeVar
 
-from smb.coordinator.mirror_trees import TreeNode
+from smb.coordinator.mirrors.trees import TreeNode
 
 _MORE = 1.1  # times what was measured without a backlog
 

@@ -7,8 +7,8 @@ import random
 
 import pytest
 
-from smb.coordinator.mirror_plans import MirrorPlan, MirrorPlans
-from smb.coordinator.mirror_trees import TreeNode, plan
+from smb.coordinator.mirrors.plans import MirrorPlan, MirrorPlans
+from smb.coordinator.mirrors.trees import TreeNode, plan
 from smb.relay.arrived import Blocks
 from smb.relay.plans import Plan, Plans
 

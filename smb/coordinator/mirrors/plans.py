@@ -15,8 +15,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-from smb.coordinator.link_rates import LinkRates
-from smb.coordinator.mirror_trees import RelayTree
+from smb.coordinator.mirrors.link_rates import LinkRates
+from smb.coordinator.mirrors.trees import RelayTree
 
 PACE_S = 2.0  # of a renewal: a server hears of the versions that will be published until it renews again
 

@@ -21,8 +21,8 @@ from smb.coordinator.events import (
     Instant,
     ServerRenewed,
 )
-from smb.coordinator.mirror_plans import PACE_S
-from smb.coordinator.mirrors import Mirrors
+from smb.coordinator.mirrors.filling import Mirrors
+from smb.coordinator.mirrors.plans import PACE_S
 from smb.coordinator.records import BufferRecord, ServerRecord
 from smb.coordinator.state import SERVER_LEASE_S, State
 from smb.coordinator.steps import step
