@@ -13,9 +13,9 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from smb.coordinator import dashboard_interface
-from smb.coordinator.balancer import Balancer
+from smb.coordinator.moves.balancer import Balancer
 from smb.coordinator.commit_log import CommitLog, Committed
-from smb.coordinator.copy_maker import CopyMaker
+from smb.coordinator.moves.copy_maker import CopyMaker
 from smb.coordinator.dashboard.server import DashboardServer
 from smb.coordinator.events import Event, Instant, LeaseShortened, SaveBuffer, TellEnded, Ticked, UnexplainedJudged
 from smb.coordinator.front import Front

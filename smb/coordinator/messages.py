@@ -10,7 +10,7 @@ from smb.coordinator.drop_rules import Where, why_kept
 from smb.coordinator.ended_sessions import EndedSessions
 from smb.coordinator.events import Instant, ServerRegistered
 from smb.coordinator.lineage import Stamp
-from smb.coordinator.moves import Move
+from smb.coordinator.moves.move import Move
 from smb.coordinator.records import UNKNOWN_EPOCH, BufferRecord, Held, Kind, ServerRecord
 from smb.coordinator.replicas import Copy
 from smb.coordinator.state import State

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from smb.config.parse import parse_address
 from smb.config.quotas import Quota
-from smb.coordinator.balancer import BALANCE_AFTER_S, BALANCE_AFTER_S_MAX
+from smb.coordinator.moves.balancer import BALANCE_AFTER_S, BALANCE_AFTER_S_MAX
 from smb.coordinator.idle_names import IDLE_S, IDLE_S_MAX, IDLE_S_MIN
 from smb.coordinator.state import SERVER_LEASE_S, SESSION_LEASE_S
 from smb.coordinator.token_issuer import LIFETIME_S

@@ -24,7 +24,7 @@ from smb.coordinator.beside_loop import BesideLoop
 from smb.coordinator.buffer_list import BufferList
 from smb.coordinator.call_places import without_place
 from smb.coordinator.commit_log import CommitLog, Committed
-from smb.coordinator.copy_maker import CopyMaker
+from smb.coordinator.moves.copy_maker import CopyMaker
 from smb.coordinator.dashboard_interface import Overview, Watch
 from smb.coordinator.draining import staying
 from smb.coordinator.events import (
@@ -62,11 +62,11 @@ from smb.coordinator.messages import (
     stays_message,
     without_session,
 )
-from smb.coordinator.moves import Move
+from smb.coordinator.moves.move import Move
 from smb.coordinator.options import OwnPorts
 from smb.coordinator.outside import Outside
 from smb.coordinator.placement import SERVERS_SHOWN_MAX
-from smb.coordinator.rebalance import plan
+from smb.coordinator.moves.rebalance import plan
 from smb.coordinator.records import BufferRecord, Holder, Kind, key_of
 from smb.coordinator.role_changes import RoleChanges
 from smb.coordinator.segment_maker import OTHERS_CREATION_S, SegmentMaker
@@ -79,7 +79,7 @@ from smb.coordinator.store import StoreError
 from smb.coordinator.token_issuer import TokenIssuer
 from smb.coordinator.traffic import Traffic
 from smb.coordinator.validate import Creation
-from smb.coordinator.wanted_copies import copies_to_come
+from smb.coordinator.moves.wanted_copies import copies_to_come
 from smb.daemon.failpoint import failpoint
 from smb.errors import (
     APPLIED,

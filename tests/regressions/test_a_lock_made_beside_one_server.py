@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from smb.coordinator.copy_maker import CopyMaker
+from smb.coordinator.moves.copy_maker import CopyMaker
 from smb.coordinator.events import BufferMade, BufferWanted, CopiesEnded, Event
 from smb.coordinator.records import Kind
 from smb.coordinator.validate import first_use

@@ -13,7 +13,7 @@ from typing import Any, cast
 import pytest
 
 from smb.coordinator.commit_log import CommitLog
-from smb.coordinator.copy_maker import CopyMaker
+from smb.coordinator.moves.copy_maker import CopyMaker
 from smb.coordinator.events import BufferMade, BufferWanted
 from smb.coordinator.records import Kind, ServerRecord
 from smb.coordinator.store import SqliteStore

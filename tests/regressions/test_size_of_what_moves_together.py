@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from smb.coordinator.commit_log import CommitLog
-from smb.coordinator.copy_maker import CopyMaker
+from smb.coordinator.moves.copy_maker import CopyMaker
 from smb.coordinator.dashboard.history import EventWatch
 from smb.coordinator.events import BufferMade, BufferWanted
 from smb.coordinator.memserver_client import Look, RunLiveness

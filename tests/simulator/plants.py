@@ -16,7 +16,7 @@ from memserver.registrant import Registrant
 from memserver.replication import Replication
 from memserver.segments import Segments
 from smb.coordinator import commit_log, steps
-from smb.coordinator.copy_maker import CopyMaker
+from smb.coordinator.moves.copy_maker import CopyMaker
 from smb.coordinator.drop_rules import ground_to_drop
 from smb.coordinator.events import (
     BufferMade,

@@ -13,7 +13,7 @@ from smb.coordinator.dashboard.history import Seen, held_key
 from smb.coordinator.events import Instant
 from smb.coordinator.records import BufferRecord, ServerRecord
 from smb.coordinator.state import ARRIVED, State
-from smb.coordinator.wanted_copies import without_room
+from smb.coordinator.moves.wanted_copies import without_room
 from smb.published import state_of
 
 _LATE_AFTER = 1.75  # renewals after which a server is late: one was lost

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from smb import errors
-from smb.coordinator import wanted_copies
-from smb.coordinator.copy_maker import CopyMaker
+from smb.coordinator.moves import wanted_copies
+from smb.coordinator.moves.copy_maker import CopyMaker
 from smb.coordinator.draining import BOUND, MIRROR, staying
 from smb.coordinator.events import (
     CopiesEnded,
@@ -26,7 +26,7 @@ from smb.coordinator.events import (
     ServerLeft,
 )
 from smb.coordinator.records import BufferRecord, Kind, SegmentRecord, ServerRecord
-from smb.coordinator.wanted_copies import AT_ONCE, Wish, wishes
+from smb.coordinator.moves.wanted_copies import AT_ONCE, Wish, wishes
 from smb.rpc import control_pb2 as pb
 from tests.support.decisions import MIB, Cluster, registration, returned, server
 from tests.unit.coordinator.test_replicas import roles

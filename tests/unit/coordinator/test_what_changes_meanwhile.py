@@ -18,7 +18,7 @@ import pytest
 from smb.coordinator import role_changes
 from smb.coordinator import service as services
 from smb.coordinator.commit_log import CommitLog
-from smb.coordinator.copy_maker import CopyMaker
+from smb.coordinator.moves.copy_maker import CopyMaker
 from smb.coordinator.dashboard.history import EventWatch
 from smb.coordinator.etcd import etcd_pb2
 from smb.coordinator.etcd.election import campaign

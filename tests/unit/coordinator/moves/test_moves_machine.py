@@ -24,9 +24,9 @@ from smb.coordinator.events import (
     ServerDrained,
     Ticked,
 )
-from smb.coordinator.rebalance import plan
+from smb.coordinator.moves.rebalance import plan
 from smb.coordinator.records import BufferRecord, SegmentRecord
-from smb.coordinator.wanted_copies import still_wanted, wishes
+from smb.coordinator.moves.wanted_copies import still_wanted, wishes
 from smb.errors import Error
 from tests.support.decisions import MIB, Cluster, registration, returned, server
 

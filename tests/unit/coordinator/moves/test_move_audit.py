@@ -1,4 +1,4 @@
-"""smb.coordinator.move_audit: moves that an operator asked for leave a line with the request's id, and no others do."""
+"""smb.coordinator.moves.audit: moves that an operator asked for leave a line with the request's id, and no others do."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from smb.config import request_ids
 from smb.coordinator.events import BackupsLost, ServerDrained
-from tests.unit.coordinator.test_switches import Rig
+from tests.unit.coordinator.moves.test_switches import Rig
 
 REQUEST = "5fc54254651c1bc7"
 

@@ -1,4 +1,4 @@
-"""smb.coordinator.rebalance: which copies move, and where; and that wanted_copies wants those."""
+"""smb.coordinator.moves.rebalance: which copies move, and where; and that wanted_copies wants those."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from smb.coordinator.events import (
     RolesSwitched,
     ServerDrained,
 )
-from smb.coordinator.moves import MOVES_MAX, Move
+from smb.coordinator.moves.move import MOVES_MAX, Move
 from smb.coordinator.placement import Pool
-from smb.coordinator.rebalance import SPREAD_MAX, plan
+from smb.coordinator.moves.rebalance import SPREAD_MAX, plan
 from smb.coordinator.records import BufferRecord, SegmentRecord
-from smb.coordinator.wanted_copies import still_wanted, wishes
+from smb.coordinator.moves.wanted_copies import still_wanted, wishes
 from tests.support.decisions import MIB, Cluster
 
 CAPACITY = 64 * MIB

@@ -1,4 +1,4 @@
-"""smb.coordinator.wanted_copies and replicas: which lost copies are made anew, where, and when they count."""
+"""smb.coordinator.moves.wanted_copies and replicas: which lost copies are made anew, where, and when they count."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from smb.coordinator.events import (
 from smb.coordinator.messages import buffer_message
 from smb.coordinator.records import BufferRecord, SegmentRecord
 from smb.coordinator.replicas import Copy, CopyRole
-from smb.coordinator.wanted_copies import AT_ONCE, LEAST_BYTES, SMALL_BYTES, Wish, wishes, without_room
+from smb.coordinator.moves.wanted_copies import AT_ONCE, LEAST_BYTES, SMALL_BYTES, Wish, wishes, without_room
 from tests.support.decisions import MIB, Cluster, registration, returned, server
 from tests.unit.coordinator.test_replicas import roles
 

@@ -1,12 +1,12 @@
-"""smb.coordinator.copy_pace: copies begin slowly, and few are made while a server is late."""
+"""smb.coordinator.moves.copy_pace: copies begin slowly, and few are made while a server is late."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from smb.coordinator.copy_pace import FIRST, MOST, STRAINED, CopyPace
+from smb.coordinator.moves.copy_pace import FIRST, MOST, STRAINED, CopyPace
 from smb.coordinator.events import ServerDied
-from smb.coordinator.wanted_copies import wishes
+from smb.coordinator.moves.wanted_copies import wishes
 from tests.support.decisions import Cluster, registration, returned, server
 
 

@@ -9,8 +9,8 @@ from collections.abc import Collection, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from smb.coordinator.bundles import Bundles, Member, bundle_of
-from smb.coordinator.copy_pace import MOST
-from smb.coordinator.moves import Move
+from smb.coordinator.moves.copy_pace import MOST
+from smb.coordinator.moves.move import Move
 from smb.coordinator.placement import Pool, place_copy
 from smb.coordinator.records import BufferRecord, SegmentRecord
 from smb.coordinator.replicas import stays_on

@@ -9,10 +9,10 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from smb.coordinator.commit_log import CommitLog
-from smb.coordinator.copy_maker import CopyMaker
+from smb.coordinator.moves.copy_maker import CopyMaker
 from smb.coordinator.events import Instant
-from smb.coordinator.moves import Move
-from smb.coordinator.primaries import switches
+from smb.coordinator.moves.move import Move
+from smb.coordinator.moves.primaries import switches
 from smb.coordinator.state import State
 from smb.coordinator.traffic import Traffic
 

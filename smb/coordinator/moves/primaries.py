@@ -10,7 +10,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 
 from smb.coordinator.bundles import Bundles, bundle_of
-from smb.coordinator.moves import MOVES_MAX, Move
+from smb.coordinator.moves.move import MOVES_MAX, Move
 from smb.coordinator.placement import Pool
 from smb.coordinator.records import BufferRecord, Kind, SegmentRecord
 

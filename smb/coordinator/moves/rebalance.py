@@ -11,9 +11,9 @@ from collections.abc import Collection, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from smb.coordinator.bundles import Bundles, bundle_of
-from smb.coordinator.moves import MOVES_MAX, Move
+from smb.coordinator.moves.move import MOVES_MAX, Move
 from smb.coordinator.placement import Pool
-from smb.coordinator.primaries import switches
+from smb.coordinator.moves.primaries import switches
 from smb.coordinator.records import BufferRecord, SegmentRecord
 from smb.coordinator.replicas import stays_on
 

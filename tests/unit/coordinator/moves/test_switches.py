@@ -1,4 +1,4 @@
-"""smb.coordinator.copy_maker: switches of roles that fail, that take long to store, and whose traffic moves along."""
+"""smb.coordinator.moves.copy_maker: switches of roles that fail, that take long to store, and whose traffic moves along."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from smb.coordinator import balancer, copy_maker
-from smb.coordinator.copy_maker import SWITCH_AGAIN_S, SWITCH_SOON_S, CopyMaker
+from smb.coordinator.moves import balancer, copy_maker
+from smb.coordinator.moves.copy_maker import SWITCH_AGAIN_S, SWITCH_SOON_S, CopyMaker
 from smb.coordinator.events import BackupsLost, Event, Instant, RolesSwitched
-from smb.coordinator.moves import Move
+from smb.coordinator.moves.move import Move
 from smb.coordinator.records import ServerRecord
 from smb.coordinator.replicas import CopyRole
 from smb.coordinator.traffic import Traffic
