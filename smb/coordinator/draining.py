@@ -1,4 +1,6 @@
-"""Decides about drained servers: whether the other servers have room, and which buffers cannot leave. Pure."""
+"""Decides whether servers have room for copies: for those that leave a drained server, and for missing ones. Says which
+buffers cannot leave. Pure.
+"""
 
 from __future__ import annotations
 
@@ -76,6 +78,17 @@ def staying(
         if ours and record.ready and record.kind is Kind.BUFFER and (why := _why(record, pool, name, bound, bundles)):
             found.append(Staying(record, len(ours), sum(segment.file_bytes for segment in ours), why))
     return found
+
+
+def without_room(record: BufferRecord, pool: Pool, bundles: Bundles) -> bool:
+    """Whether some segment has one copy, and no other live server has room for a second one."""
+    return any(
+        not segment.backup
+        and not segment.copying_to
+        and pool.alive(segment.server)
+        and not place_copy(pool, segment.server, bundles.file_bytes(record, segment))
+        for segment in record.segments
+    )
 
 
 def _why(record: BufferRecord, pool: Pool, name: str, bound: Container[int], bundles: Bundles) -> str:

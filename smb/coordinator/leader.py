@@ -13,9 +13,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from smb.coordinator import dashboard_interface
-from smb.coordinator.moves.balancer import Balancer
 from smb.coordinator.commit_log import CommitLog, Committed
-from smb.coordinator.moves.copy_maker import CopyMaker
 from smb.coordinator.dashboard.server import DashboardServer
 from smb.coordinator.events import Event, Instant, LeaseShortened, SaveBuffer, TellEnded, Ticked, UnexplainedJudged
 from smb.coordinator.front import Front
@@ -25,6 +23,8 @@ from smb.coordinator.known_pages import KnownPages
 from smb.coordinator.memserver_client import MemoryServers
 from smb.coordinator.metrics import LeaseMetrics, StateMetrics
 from smb.coordinator.mirrors.filling import Mirrors
+from smb.coordinator.moves.balancer import Balancer
+from smb.coordinator.moves.copy_maker import CopyMaker
 from smb.coordinator.options import CoordinatorOptions, OwnPorts
 from smb.coordinator.outside import Outside
 from smb.coordinator.role_changes import RoleChanges

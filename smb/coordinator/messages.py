@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from itertools import repeat
 
-from smb.coordinator.draining import Staying
 from smb.coordinator.drop_rules import Where, why_kept
 from smb.coordinator.ended_sessions import EndedSessions
 from smb.coordinator.events import Instant, ServerRegistered
 from smb.coordinator.lineage import Stamp
-from smb.coordinator.moves.move import Move
 from smb.coordinator.records import UNKNOWN_EPOCH, BufferRecord, Held, Kind, ServerRecord
 from smb.coordinator.replicas import Copy
 from smb.coordinator.state import State
@@ -189,18 +187,6 @@ def server_message(state: State, server: ServerRecord, now: Instant) -> pb.Serve
         draining=server.draining,
         overdue=server.name in state.overdue,
         maintenance_until=state.maintenance_until(server.name, now),
-    )
-
-
-def stays_message(staying: Staying) -> pb.Stays:
-    """Return the message about a buffer that stays on a drained server."""
-    return pb.Stays(name=staying.record.name, nbytes=staying.nbytes, why=staying.why)
-
-
-def move_message(move: Move) -> pb.Move:
-    """Return the message about a move, for operators."""
-    return pb.Move(
-        title=move.title, nbytes=move.nbytes, leaving=move.leaving, target=move.target, switches=move.switches
     )
 
 

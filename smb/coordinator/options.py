@@ -8,7 +8,6 @@ from pathlib import Path
 
 from smb.config.parse import parse_address
 from smb.config.quotas import Quota
-from smb.coordinator.moves.balancer import BALANCE_AFTER_S, BALANCE_AFTER_S_MAX
 from smb.coordinator.idle_names import IDLE_S, IDLE_S_MAX, IDLE_S_MIN
 from smb.coordinator.state import SERVER_LEASE_S, SESSION_LEASE_S
 from smb.coordinator.token_issuer import LIFETIME_S
@@ -16,6 +15,8 @@ from smb.errors import InvalidArgumentError
 from smb.security.credentials import Credentials, check_exposure
 
 ETCD = "etcd://"  # prefix of --state if the records are in etcd
+BALANCE_AFTER_S = 20.0  # during a rolling restart roles change anyway
+BALANCE_AFTER_S_MAX = 86_400.0
 LEADER_LEASE_S = 8  # with 3 s, an election within etcd itself, which takes 1 to 3 s, cost the coordinator its lead
 LEADER_LEASE_S_MIN, LEADER_LEASE_S_MAX = 2, 600
 SERVER_LEASE_S_MIN, SERVER_LEASE_S_MAX = 2.0, 600.0  # as for sessions; no data is lost by a longer one, but time

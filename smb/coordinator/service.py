@@ -24,9 +24,7 @@ from smb.coordinator.beside_loop import BesideLoop
 from smb.coordinator.buffer_list import BufferList
 from smb.coordinator.call_places import without_place
 from smb.coordinator.commit_log import CommitLog, Committed
-from smb.coordinator.moves.copy_maker import CopyMaker
 from smb.coordinator.dashboard_interface import Overview, Watch
-from smb.coordinator.draining import staying
 from smb.coordinator.events import (
     AnswerDrops,
     BufferDeleted,
@@ -54,19 +52,16 @@ from smb.coordinator.messages import (
     creation_of,
     ended_message,
     kind_of,
-    move_message,
     registration_of,
     replica_messages,
     server_message,
     stamp_message,
-    stays_message,
     without_session,
 )
-from smb.coordinator.moves.move import Move
+from smb.coordinator.moves.requests import drain_reply, rebalance
 from smb.coordinator.options import OwnPorts
 from smb.coordinator.outside import Outside
 from smb.coordinator.placement import SERVERS_SHOWN_MAX
-from smb.coordinator.moves.rebalance import plan
 from smb.coordinator.records import BufferRecord, Holder, Kind, key_of
 from smb.coordinator.role_changes import RoleChanges
 from smb.coordinator.segment_maker import OTHERS_CREATION_S, SegmentMaker
@@ -79,7 +74,6 @@ from smb.coordinator.store import StoreError
 from smb.coordinator.token_issuer import TokenIssuer
 from smb.coordinator.traffic import Traffic
 from smb.coordinator.validate import Creation
-from smb.coordinator.moves.wanted_copies import copies_to_come
 from smb.daemon.failpoint import failpoint
 from smb.errors import (
     APPLIED,
@@ -98,13 +92,13 @@ from smb.security.roles import ANYBODY, Role, caller
 
 if TYPE_CHECKING:
     from smb.coordinator.mirrors.filling import Mirrors
+    from smb.coordinator.moves.copy_maker import CopyMaker
 
 _log = logging.getLogger("coordinator")
 _ASKS_MAX = 4  # how often a registration asks a server what it holds, while buffers are being made on it
 _LAST_WORD_S = 0.5  # the time before a call's deadline that is left for an answer with a reason
 # Opens that may wait at once under one certificate: as many as it may have sessions. Each takes 10 KiB.
 OPENS_WAITING_MAX = 32_768
-STAYS_SHOWN_MAX = 256
 KICKED_SHOWN_MAX = 256  # names in one answer
 FORGOTTEN_SHOWN_MAX = 16  # segments in one audit line
 
@@ -466,18 +460,7 @@ class CoordinatorService(CoordinatorServicer):
             self._copy_maker.audit.drain(request.name, undo=request.undo)
         failpoint("coordinator.drain.stored")
         self._roles.on_copies()
-        state = self._commit_log.state
-        held = state.allocation(request.name)
-        pool = state.pool(self._commit_log.now())
-        stays = staying(state.buffers.values(), pool, request.name, self._copy_maker.bound())
-        return pb.DrainServerReply(
-            segment_count=held.segments,
-            nbytes=held.nbytes,
-            moving=held.segments - sum(each.segments for each in stays),
-            stays=map(stays_message, stays[:STAYS_SHOWN_MAX]),
-            stays_left_out=max(0, len(stays) - STAYS_SHOWN_MAX),
-            copying=copies_to_come(state.buffers.values(), pool, self._copy_maker.resting()),
-        )
+        return drain_reply(self._commit_log, self._copy_maker, request.name)
 
     async def Maintain(self, request: pb.MaintainRequest, context: Context) -> pb.MaintainReply:
         what = "end" if request.end else f"for {request.for_ms / 1000:g} s"
@@ -497,25 +480,9 @@ class CoordinatorService(CoordinatorServicer):
         if not request.dry_run:
             audited("rebalance", "single copies, too" if request.single_copies else "two copies")
         _check_unlimited("Rebalance")
-        state = self._commit_log.state
-        pool = state.pool(self._commit_log.now())
-        capacity = {name: state.servers[name].capacity_bytes for name in pool.free_bytes}
-        records, bound = list(state.buffers.values()), frozenset(self._copy_maker.bound())
-        traffic = self._traffic.of_primaries(state)
-
-        def planned(single_copies: bool) -> list[Move]:
-            return plan(records, pool, capacity, traffic=traffic, single_copies=single_copies, bound=bound)
-
-        moves = await self._beside.run(caller().key, partial(planned, request.single_copies))
-        left = 0
-        if not request.single_copies:
-            all_of_them = await self._beside.run(caller().key, partial(planned, True))
-            alone = {segment.id for record in records if record.moves_alone for segment in record.segments}
-            left = len({move.segment_id for move in all_of_them} & alone)
-        if not request.dry_run:
-            self._copy_maker.audit.rebalance()
-            self._copy_maker.move(moves)
-        return pb.RebalanceReply(moves=map(move_message, moves), single_left=left)
+        traffic = self._traffic.of_primaries(self._commit_log.state)
+        in_thread = partial(self._beside.run, caller().key)
+        return await rebalance(request, self._commit_log, self._copy_maker, traffic, in_thread)
 
     async def Overview(self, request: pb.OverviewRequest, context: Context) -> pb.OverviewReply:
         """See control.proto. Made in a thread, since it takes long with very many buffers."""

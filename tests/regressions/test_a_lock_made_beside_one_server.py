@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from smb.coordinator.moves.copy_maker import CopyMaker
 from smb.coordinator.events import BufferMade, BufferWanted, CopiesEnded, Event
+from smb.coordinator.moves.copy_maker import CopyMaker
 from smb.coordinator.records import Kind
 from smb.coordinator.validate import first_use
 from smb.rpc import control_pb2 as pb

@@ -13,8 +13,8 @@ from typing import Any, cast
 import pytest
 
 from smb.coordinator.commit_log import CommitLog
-from smb.coordinator.moves.copy_maker import CopyMaker
 from smb.coordinator.events import BufferMade, BufferWanted
+from smb.coordinator.moves.copy_maker import CopyMaker
 from smb.coordinator.records import Kind, ServerRecord
 from smb.coordinator.store import SqliteStore
 from smb.coordinator.validate import Creation, first_use

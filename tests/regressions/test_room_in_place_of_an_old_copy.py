@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from smb.coordinator.commit_log import CommitLog
-from smb.coordinator.moves.copy_maker import CopyMaker
 from smb.coordinator.events import BufferMade, BufferWanted
+from smb.coordinator.moves.copy_maker import CopyMaker
 from smb.coordinator.records import Held, ServerRecord
 from smb.coordinator.store import SqliteStore
 from smb.coordinator.validate import Creation

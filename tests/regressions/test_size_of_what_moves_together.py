@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any, cast
 
 from smb.coordinator.commit_log import CommitLog
-from smb.coordinator.moves.copy_maker import CopyMaker
 from smb.coordinator.dashboard.history import EventWatch
 from smb.coordinator.events import BufferMade, BufferWanted
 from smb.coordinator.memserver_client import Look, RunLiveness
 from smb.coordinator.mirrors.filling import Mirrors
+from smb.coordinator.moves.copy_maker import CopyMaker
 from smb.coordinator.records import Held, ServerRecord
 from smb.coordinator.role_changes import RoleChanges
 from smb.coordinator.segment_maker import SegmentMaker

@@ -16,7 +16,6 @@ from memserver.registrant import Registrant
 from memserver.replication import Replication
 from memserver.segments import Segments
 from smb.coordinator import commit_log, steps
-from smb.coordinator.moves.copy_maker import CopyMaker
 from smb.coordinator.drop_rules import ground_to_drop
 from smb.coordinator.events import (
     BufferMade,
@@ -29,6 +28,7 @@ from smb.coordinator.events import (
     ServerRegistered,
 )
 from smb.coordinator.memserver_client import RunLiveness
+from smb.coordinator.moves.copy_maker import CopyMaker
 from smb.coordinator.role_changes import RoleChanges
 from smb.coordinator.segment_maker import SegmentMaker
 from smb.coordinator.service import CoordinatorService

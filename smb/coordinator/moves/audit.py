@@ -6,8 +6,8 @@ import logging
 from collections.abc import Collection
 
 from smb.config.request_ids import request_of_call
-from smb.coordinator.state import State
 from smb.coordinator.moves.wanted_copies import Wish
+from smb.coordinator.state import State
 from smb.daemon.log import AUDIT
 
 _audit_log = logging.getLogger(AUDIT)

@@ -9,15 +9,13 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from smb.coordinator.commit_log import CommitLog
-from smb.coordinator.moves.copy_maker import CopyMaker
 from smb.coordinator.events import Instant
+from smb.coordinator.moves.copy_maker import CopyMaker
 from smb.coordinator.moves.move import Move
 from smb.coordinator.moves.primaries import switches
 from smb.coordinator.state import State
 from smb.coordinator.traffic import Traffic
 
-BALANCE_AFTER_S = 20.0  # the default of --balance-after: during a rolling restart roles change anyway
-BALANCE_AFTER_S_MAX = 86_400.0
 LOOK_S_MAX = 5.0
 AGAIN_S = 60.0  # until roles that were balanced are looked at again, though no record has changed
 AT_ONCE = 16  # switches that one look begins, as each makes clients of a segment ask for its new primary

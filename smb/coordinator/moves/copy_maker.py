@@ -23,17 +23,17 @@ from dataclasses import replace
 
 from smb.coordinator.bundles import Bundles, bundle_of
 from smb.coordinator.commit_log import CommitLog, Committed
-from smb.coordinator.moves.copy_pace import CopyPace
-from smb.coordinator.draining import BOUND
+from smb.coordinator.draining import BOUND, without_room
 from smb.coordinator.events import CopyBegun, CopyDropped, MoveAllowed, RolesSwitched, ServerCounted, ServerSuspected
 from smb.coordinator.memserver_client import MemoryServers
 from smb.coordinator.messages import replica_message, replica_messages
 from smb.coordinator.moves.audit import MoveAudit
+from smb.coordinator.moves.copy_pace import CopyPace
 from smb.coordinator.moves.move import Move
+from smb.coordinator.moves.wanted_copies import Wish, still_wanted, wishes
 from smb.coordinator.placement import Pool
 from smb.coordinator.records import BufferRecord, ServerRecord
 from smb.coordinator.replicas import Copy, CopyRole
-from smb.coordinator.moves.wanted_copies import Wish, still_wanted, wishes, without_room
 from smb.daemon.failpoint import failpoint
 from smb.drop_reasons import Ground
 from smb.errors import Error, NotFoundError, UnavailableError

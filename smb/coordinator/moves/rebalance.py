@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 
 from smb.coordinator.bundles import Bundles, bundle_of
 from smb.coordinator.moves.move import MOVES_MAX, Move
-from smb.coordinator.placement import Pool
 from smb.coordinator.moves.primaries import switches
+from smb.coordinator.placement import Pool
 from smb.coordinator.records import BufferRecord, SegmentRecord
 from smb.coordinator.replicas import stays_on
 

@@ -161,17 +161,6 @@ def copies_to_come(records: Collection[BufferRecord], pool: Pool, resting: Conta
     )
 
 
-def without_room(record: BufferRecord, pool: Pool, bundles: Bundles) -> bool:
-    """Whether some segment has one copy, and no other live server has room for a second one."""
-    return any(
-        not segment.backup
-        and not segment.copying_to
-        and pool.alive(segment.server)
-        and not place_copy(pool, segment.server, bundles.file_bytes(record, segment))
-        for segment in record.segments
-    )
-
-
 def still_wanted(
     moves: Mapping[int, Move], records: list[BufferRecord], pool: Pool, bound: Container[int] = frozenset()
 ) -> dict[int, Move]:

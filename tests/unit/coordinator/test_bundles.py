@@ -14,7 +14,6 @@ import pytest
 
 from smb import errors
 from smb.coordinator import limits
-from smb.coordinator.moves.copy_maker import CopyMaker
 from smb.coordinator.draining import check_room
 from smb.coordinator.events import (
     BackupsLost,
@@ -33,11 +32,12 @@ from smb.coordinator.events import (
     Ticked,
 )
 from smb.coordinator.messages import buffer_message, creation_of
+from smb.coordinator.moves.copy_maker import CopyMaker
 from smb.coordinator.moves.rebalance import plan
+from smb.coordinator.moves.wanted_copies import wishes
 from smb.coordinator.records import BufferRecord, SegmentRecord
 from smb.coordinator.steps.creation import NotNowError
 from smb.coordinator.validate import Creation
-from smb.coordinator.moves.wanted_copies import wishes
 from smb.rpc import control_pb2 as pb
 from tests.support.decisions import MIB, Cluster, registration, returned, server
 

@@ -26,11 +26,11 @@ from smb.coordinator.events import (
     UnexplainedJudged,
 )
 from smb.coordinator.lineage import TERMS_MAX, Lineage, Stamp
+from smb.coordinator.moves.wanted_copies import wishes
 from smb.coordinator.records import Held, SegmentRecord
 from smb.coordinator.replicas import CopyRole
 from smb.coordinator.state import SERVER_LEASE_S, State, load
 from smb.coordinator.steps.creation import NotNowError
-from smb.coordinator.moves.wanted_copies import wishes
 from smb.drop_reasons import Ground
 from tests.support.decisions import Cluster, registration, returned, server
 

@@ -18,7 +18,6 @@ import pytest
 from smb.coordinator import role_changes
 from smb.coordinator import service as services
 from smb.coordinator.commit_log import CommitLog
-from smb.coordinator.moves.copy_maker import CopyMaker
 from smb.coordinator.dashboard.history import EventWatch
 from smb.coordinator.etcd import etcd_pb2
 from smb.coordinator.etcd.election import campaign
@@ -37,6 +36,7 @@ from smb.coordinator.health import Health
 from smb.coordinator.leader import _tick
 from smb.coordinator.memserver_client import AnotherRunError, Look, MemoryServers, RunLiveness
 from smb.coordinator.mirrors.filling import Mirrors
+from smb.coordinator.moves.copy_maker import CopyMaker
 from smb.coordinator.outside import new_id
 from smb.coordinator.records import BufferRecord, Held, SegmentRecord, ServerRecord
 from smb.coordinator.role_changes import LOOK_COUNTS_S, LOOKS_AT_ONCE_MAX, RoleChanges

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from smb.coordinator.moves.copy_pace import FIRST, MOST, STRAINED, CopyPace
 from smb.coordinator.events import ServerDied
+from smb.coordinator.moves.copy_pace import FIRST, MOST, STRAINED, CopyPace
 from smb.coordinator.moves.wanted_copies import wishes
 from tests.support.decisions import Cluster, registration, returned, server
 

@@ -1,4 +1,4 @@
-"""smb.coordinator.moves.audit: moves that an operator asked for leave a line with the request's id, and no others do."""
+"""moves.audit: moves that an operator asked for leave a line with the request's id, and no others do."""
 
 from __future__ import annotations
 

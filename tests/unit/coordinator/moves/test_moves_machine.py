@@ -25,8 +25,8 @@ from smb.coordinator.events import (
     Ticked,
 )
 from smb.coordinator.moves.rebalance import plan
-from smb.coordinator.records import BufferRecord, SegmentRecord
 from smb.coordinator.moves.wanted_copies import still_wanted, wishes
+from smb.coordinator.records import BufferRecord, SegmentRecord
 from smb.errors import Error
 from tests.support.decisions import MIB, Cluster, registration, returned, server
 

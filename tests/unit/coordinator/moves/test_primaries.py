@@ -1,4 +1,4 @@
-"""smb.coordinator.moves.primaries, balancer and traffic: which copies switch their roles, when, and what becomes of them."""
+"""moves.primaries, balancer and traffic: which copies switch their roles, when, and what becomes of them."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from smb.coordinator.moves import balancer
 from smb.coordinator.events import BackupsLost, HeldUp, RolesSwitched, ServerDied, ServerDrained
+from smb.coordinator.moves import balancer
 from smb.coordinator.moves.move import Move
-from smb.coordinator.placement import Pool
 from smb.coordinator.moves.primaries import switches
+from smb.coordinator.placement import Pool
 from smb.coordinator.records import BufferRecord, Held, Kind, SegmentRecord
 from smb.coordinator.traffic import HALF_LIFE_S, Traffic
 from smb.errors import NotFoundError, UnavailableError

@@ -20,10 +20,10 @@ from smb.coordinator.events import (
     ServerDrained,
 )
 from smb.coordinator.moves.move import MOVES_MAX, Move
-from smb.coordinator.placement import Pool
 from smb.coordinator.moves.rebalance import SPREAD_MAX, plan
-from smb.coordinator.records import BufferRecord, SegmentRecord
 from smb.coordinator.moves.wanted_copies import still_wanted, wishes
+from smb.coordinator.placement import Pool
+from smb.coordinator.records import BufferRecord, SegmentRecord
 from tests.support.decisions import MIB, Cluster
 
 CAPACITY = 64 * MIB

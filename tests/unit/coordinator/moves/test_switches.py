@@ -1,4 +1,4 @@
-"""smb.coordinator.moves.copy_maker: switches of roles that fail, that take long to store, and whose traffic moves along."""
+"""moves.copy_maker: switches of roles that fail, that take long to store, and whose traffic moves along."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from smb.coordinator.events import BackupsLost, Event, Instant, RolesSwitched
 from smb.coordinator.moves import balancer, copy_maker
 from smb.coordinator.moves.copy_maker import SWITCH_AGAIN_S, SWITCH_SOON_S, CopyMaker
-from smb.coordinator.events import BackupsLost, Event, Instant, RolesSwitched
 from smb.coordinator.moves.move import Move
 from smb.coordinator.records import ServerRecord
 from smb.coordinator.replicas import CopyRole

@@ -8,6 +8,7 @@ import pytest
 
 from smb import errors
 from smb.coordinator.bundles import Bundles
+from smb.coordinator.draining import without_room
 from smb.coordinator.events import (
     CopiesEnded,
     CopyBegun,
@@ -17,9 +18,9 @@ from smb.coordinator.events import (
     ServerRenewed,
 )
 from smb.coordinator.messages import buffer_message
+from smb.coordinator.moves.wanted_copies import AT_ONCE, LEAST_BYTES, SMALL_BYTES, Wish, wishes
 from smb.coordinator.records import BufferRecord, SegmentRecord
 from smb.coordinator.replicas import Copy, CopyRole
-from smb.coordinator.moves.wanted_copies import AT_ONCE, LEAST_BYTES, SMALL_BYTES, Wish, wishes, without_room
 from tests.support.decisions import MIB, Cluster, registration, returned, server
 from tests.unit.coordinator.test_replicas import roles
 
