@@ -22,9 +22,9 @@ from smb.arrays.dtypes import WIRES, dtype_of
 from smb.arrays.memory import whole_pages
 from smb.buffer import Buffer
 from smb.buffer_info import BufferInfo, check_replicas
-from smb.call.async_order import Turns
 from smb.call.cluster_session import REPLACED, ClusterSession
 from smb.call.sync_requests import SESSION_ENDED, Home, wait_ms
+from smb.call.turns import Turns
 from smb.config import log
 from smb.config.limits import VERSIONS_MAX
 from smb.config.parse import parse_addresses, parse_bytes

@@ -1,6 +1,9 @@
-"""A client's async calls: the engine's operations, and calls that only Python can make, in one order.
+"""The room of asynchronous calls: the engine's operations, and calls that only Python can make, in one order.
 
-The engine (csrc/client/async.h) keeps the order, the priorities and the windows. It runs reads, writes and additions on
+It uses the engine and `turns`. A client's session makes its `AsyncCalls`, and buffers reach that by the session. In the
+engine the room is csrc/async, which smb/engine/async_operations.py gives types; for users it is smb.Queue.
+
+The engine (csrc/async/async.h) keeps the order, the priorities and the windows. It runs reads, writes and additions on
 a thread of its own. All other calls, and operations that the engine could not finish, are Python calls: the engine says
 when the call's turn has come, and a thread of the executor runs it. One more thread of the executor, the watch,
 receives the engine's events and completes the futures, many at a time. The watch runs only while there are calls.
@@ -20,6 +23,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from typing import Any, TypeVar
 
+from smb.call.turns import Turns, here
 from smb.config.conditions import condition
 from smb.engine import (
     AsyncEvent,
@@ -30,7 +34,6 @@ from smb.engine import (
     Outcome,
     Request,
     Status,
-    Switch,
     Window,
 )
 from smb.errors import (
@@ -52,35 +55,6 @@ _CLOSED = "the client is closed; call smb.connect again"
 _QUEUE_CLOSED = "the queue was closed before this call began; nothing was applied"
 
 _tags = itertools.count(1)
-
-
-class _Here(threading.local):
-    """State of each thread."""
-
-    inside = False  # this thread runs async calls, and must not wait for other async calls
-    last: _Call | None = None  # the async call that this thread made last, until that call's method has returned
-
-    def future(self) -> Future[Any] | None:
-        """Return the future of `last`; None if the engine does not have the call."""
-        return self.last.future if self.last is not None and self.last.entered else None
-
-
-here = _Here()
-
-
-class Turns:
-    """The order of a buffer's async calls. `quiet` is open while there are none; a call need not wait for its turn
-    then.
-    """
-
-    __slots__ = ("__weakref__", "itemsize", "key", "quiet", "tags")
-
-    def __init__(self, key: int = 0, itemsize: int = 1) -> None:
-        """`key` is the engine's key of the buffer; 0 is for calls without an order."""
-        self.key, self.itemsize = key, itemsize
-        self.quiet = Switch()
-        self.quiet.open = True
-        self.tags: set[int] = set()  # tags of calls that have not ended
 
 
 class _Future(Future[Any]):

@@ -13,10 +13,11 @@ from collections.abc import Callable, Sequence
 from typing import cast
 
 from smb.buffer_info import BufferInfo
-from smb.call.async_order import AsyncCalls, Turns
+from smb.call.async_order import AsyncCalls
 from smb.call.lock_renewals import Renewals
 from smb.call.published_states import PublishedStates
 from smb.call.sync_requests import SESSION_ENDED
+from smb.call.turns import Turns
 from smb.config import tracing
 from smb.config.at_exit import AtExit, at_exit
 from smb.config.conditions import event

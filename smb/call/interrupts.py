@@ -10,7 +10,7 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 
-from smb.call import async_order
+from smb.call import turns
 from smb.call.accounts import account_later, account_outside, here
 from smb.call.arguments import Arguments
 from smb.engine import NOWHERE
@@ -56,17 +56,17 @@ def accounted_later(method: Method) -> Method:
     @functools.wraps(method)
     def call(buffer: Any, *arguments: Any, **named: Any) -> Any:
         # These are plain assignments; no handler can run between them. Calls nest: a handler may make calls of its own.
-        before, async_order.here.last = async_order.here.last, None
+        before, turns.here.last = turns.here.last, None
         try:
             return method(buffer, *arguments, **named)
         except Error:
             raise
         except BaseException as error:
-            future = async_order.here.future()
+            future = turns.here.future()
             account_later(buffer._dispatcher, error, future, elements_of(buffer, arguments, named))
             raise
         finally:
-            async_order.here.last = before  # restored, so that no reference to the call's arrays stays
+            turns.here.last = before  # restored, so that no reference to the call's arrays stays
 
     return cast(Method, call)
 

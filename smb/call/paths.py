@@ -10,11 +10,11 @@ from collections.abc import Sequence
 
 from smb.buffer_info import BufferInfo
 from smb.call.arguments import Arguments
-from smb.call.async_order import Turns
 from smb.call.reaching import until_reached
 from smb.call.recovery import Heard
 from smb.call.session import Session
 from smb.call.sync_requests import LOST, Home
+from smb.call.turns import Turns
 from smb.engine import BufferHandle, DirectTarget, EngineError, Link
 from smb.errors import (
     DeadlineError,

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from smb.call.async_order import AsyncCalls, Turns
 from smb.call.lock_renewals import Renewals
+from smb.call.turns import Turns
 from smb.engine import EngineClient, Link, Switch
 from smb.errors import InvalidArgumentError
 from smb.rpc.coordinator_client import Coordinator
 from smb.transport.base import Deadline, Rdma, SegmentLocation, SegmentPath
+
+if TYPE_CHECKING:
+    from smb.call.async_order import AsyncCalls
 
 
 class Session(Protocol):

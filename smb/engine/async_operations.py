@@ -38,7 +38,7 @@ class AsyncEvent(NamedTuple):
 
 
 class AsyncOperations:
-    """The async operations of one client; csrc/client/async.h. One thread takes the events."""
+    """The async operations of one client; csrc/async/async.h. One thread takes the events."""
 
     def __init__(self, client: EngineClient) -> None:
         made = ffi.new("struct smb_async **")

@@ -1,7 +1,8 @@
 """The walls between the core and its rooms, in figures: `python -m tests.support.walls`.
 
 It tells the lines of the core and of each room, the circles of imports, and the private attributes that other modules
-take. pyproject.toml has the rooms: import-linter's contracts whose name begins with "room".
+take. pyproject.toml has the rooms: import-linter's contracts whose name begins with "room". The engine's rooms are
+folders of csrc that no other folder includes (tests/unit/engine/test_includes.py).
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("smb", "memserver")
 _ENDINGS = {".py", ".js", ".css", ".html"}
 _ENDINGS_OF_C = {".c", ".h", ".inc"}
+# The room of each folder of csrc that is one, and of its header in csrc/smb.
+ROOMS_OF_C = {"async": "asynchronous calls"}
 _OWN = ("self", "cls")
 _OF_TORCH = "_version"  # of a tensor: how often it was changed in place. Our Pin has an attribute of that name
 
@@ -138,6 +141,8 @@ def rooms(root: Path = ROOT) -> dict[str, tuple[str, ...]]:
 def lines(root: Path = ROOT) -> Counter[str]:
     """Return the product's lines by room; those of no room are the core's. The build's own files are left out."""
     of_room = {tuple(module.split(".")): room for room, modules in rooms(root).items() for module in modules}
+    for folder, room in ROOMS_OF_C.items():
+        of_room |= {("csrc", folder): room, ("csrc", "smb", folder): room}
     counted: Counter[str] = Counter()
     for folder, endings in (*((package, _ENDINGS) for package in PACKAGES), ("csrc", _ENDINGS_OF_C)):
         for path in sorted((root / folder).rglob("*.*")):

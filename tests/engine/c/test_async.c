@@ -3,7 +3,7 @@
 #include <pthread.h>
 #include <string.h>
 
-#include "client/async.h"
+#include "async/async.h"
 #include "fake_server.h"
 #include "random.h"
 #include "rig.h"

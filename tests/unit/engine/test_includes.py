@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.walls import ROOMS_OF_C
+
 ROOT = Path(__file__).resolve().parents[3]
 # A folder includes itself and what stands here, and their public headers. Clients know no server, servers no client.
 MAY_INCLUDE = {
@@ -14,6 +16,7 @@ MAY_INCLUDE = {
     "memory": {"base"},
     "server": {"base", "memory"},
     "client": {"base", "memory"},
+    "async": {"base", "memory", "client"},  # a room: no other folder includes it
     "python": {"base", "memory", "client"},
 }
 # The public headers in csrc/smb, and the folder that defines what each declares.
@@ -24,6 +27,7 @@ FACE = {
     "segment": "memory",
     "server": "server",
     "client": "client",
+    "async": "async",
 }
 # Files whose functions call each other in a circle: the three parts of one segment's words, under one mutex. Who gets
 # the publisher's lock begins a version, a version that is published or unpinned hands that lock on, and a wait for
@@ -135,6 +139,12 @@ def test_the_engine_calls_as_it_includes(tmp_path: Path) -> None:
     assert calls(found) == []
     assert declared_elsewhere(ROOT / "csrc", found) == []
     assert circles(found) == CIRCLES
+
+
+def test_no_folder_stands_on_a_room() -> None:
+    """The engine works without its rooms."""
+    assert ROOMS_OF_C.keys() <= MAY_INCLUDE.keys()
+    assert not ROOMS_OF_C.keys() & {each for allowed in MAY_INCLUDE.values() for each in allowed}
 
 
 def test_a_call_against_the_law_is_found(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-#include "client/async_credit.h"
+#include "async/credit.h"
 
 uint64_t window_slice_bytes(const struct smb_operation *operation)
 {

@@ -1,4 +1,4 @@
-/* async_credit.h: how many bytes of async operations are in flight at once.
+/* credit.h: how many bytes of async operations are in flight at once.
  *
  * A request is cut into slices at the borders of chunks, each a quarter of the window's credit at
  * most. So an urgent operation waits for what is in flight, and not for the rest of a large one. A
@@ -9,10 +9,10 @@
  * so that the delay is that of the path and not of slices that wait in front of it.
  *
  * The mutex of the client's struct smb_async guards everything here. */
-#ifndef SMB_ASYNC_CREDIT_H
-#define SMB_ASYNC_CREDIT_H
+#ifndef SMB_CREDIT_H
+#define SMB_CREDIT_H
 
-#include "client/order.h"
+#include "async/order.h"
 
 enum { SLICES_PER_CREDIT = 4 }; /* so that the path stays full while one slice is answered */
 

@@ -1,4 +1,4 @@
-#include "client/order.h"
+#include "async/order.h"
 
 #include <stdlib.h>
 

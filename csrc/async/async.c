@@ -1,4 +1,4 @@
-#include "client/async.h"
+#include "async/async.h"
 
 #include <errno.h>
 #include <signal.h>

@@ -1,5 +1,5 @@
-/* async.h: a client's async operations (order.h, async_credit.h), and the thread that executes
- * them.
+/* async.h: a client's async operations (order.h, credit.h), and the thread that executes them. This
+ * folder is a room: it stands on csrc/client, and no other folder of the engine knows it.
  *
  * Threads. The async thread begins slices, does local pieces itself, one slice at a time, and waits
  * for links by a bell (call.h): as the progress thread, or beside it. Any thread submits, cancels,
@@ -17,8 +17,9 @@
 #include <pthread.h>
 #include <sys/types.h>
 
+#include "async/credit.h"
 #include "client/transfer.h"
-#include "client/async_credit.h"
+#include "smb/async.h"
 
 enum {
     SLICES_MAX = 256, /* in flight: all are examined whenever one of them is done */
