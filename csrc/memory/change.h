@@ -3,7 +3,7 @@
 #define SMB_CHANGE_H
 
 #include "memory/chunk.h"
-#include "memory/kernels.h"
+#include "kernels/kernels.h"
 #include "memory/segment.h"
 
 /* One change or read of a range within one chunk; APPLY: within the same chunk of each of several

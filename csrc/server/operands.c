@@ -1,7 +1,7 @@
 #include "server/operands.h"
 
 #include "memory/chunk.h"
-#include "memory/kernels.h"
+#include "kernels/kernels.h"
 #include "server/admit.h"
 #include "server/registry.h"
 #include "server/replica.h"

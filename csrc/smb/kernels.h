@@ -49,7 +49,7 @@ struct smb_run {
 /* Encodes one part of the delta from `old` to `fresh`: the elements of these runs, of `width` bytes
  * (1, 2, 4, 8) each. They span less than 2^32 elements of the state. `old` becomes `fresh`. Bits
  * are compared, not values. SMB_OUT_OF_MEMORY: the part takes more than `room` bytes; `old` has
- * become `fresh` nevertheless. The format is in csrc/memory/delta.h. */
+ * become `fresh` nevertheless. The format is in csrc/kernels/delta.h. */
 int smb_delta_encode(uint32_t width, void *old, const void *fresh, const struct smb_run *runs,
                      uint32_t run_count, void *to, uint64_t room, struct smb_delta *delta);
 /* Applies a delta of any number of parts to memory that has these runs of a state of `count`

@@ -96,7 +96,7 @@ def delta_apply(width: int, memory: Any, runs: Runs, count: int, delta: Any, tot
 
 
 def state_sum(width: int, memory: Any, runs: Runs) -> int:
-    """Return the sum of these runs of a state; csrc/memory/delta.h defines it."""
+    """Return the sum of these runs of a state; csrc/kernels/delta.h defines it."""
     return int(lib.smb_state_sum(width, ffi.from_buffer(memory), *_runs(runs)))
 
 

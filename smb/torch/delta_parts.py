@@ -2,7 +2,7 @@
 
 A delta begins with the number of parts (4 bytes, little-endian) and the CRC-32C of the table's rows (4). A row of 24
 bytes follows for each part: the first element that it may change (8), the element behind the last one (8), its bytes
-(4) and their CRC-32C (4). The parts follow (csrc/memory/delta.h), in the order of the rows. Each rank of a mesh makes
+(4) and their CRC-32C (4). The parts follow (csrc/kernels/delta.h), in the order of the rows. Each rank of a mesh makes
 the parts of its own shards, so they lie in the order of the ranks. A delta without changes has no bytes.
 
 Elements are units of `width` bytes of the state's buffer (state_bytes.py). The parts of a shard whose rows are cut

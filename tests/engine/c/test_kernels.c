@@ -4,7 +4,7 @@
 #include <string.h>
 
 #include "check.h"
-#include "memory/kernels.h"
+#include "kernels/kernels.h"
 #include "random.h"
 
 enum { BYTES = (1 << 19) + 96, WIRE_COUNT = 70001, STEP_COUNT = 40003 };

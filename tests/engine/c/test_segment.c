@@ -13,7 +13,7 @@
 #include "base/frame.h"
 #include "check.h"
 #include "memory/change.h"
-#include "memory/kernels.h"
+#include "kernels/kernels.h"
 #include "memory/segment.h"
 #include "random.h"
 

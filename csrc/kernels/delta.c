@@ -1,4 +1,4 @@
-#include "memory/delta.h"
+#include "kernels/delta.h"
 
 static bool is_width(uint32_t width)
 {

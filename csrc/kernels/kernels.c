@@ -11,8 +11,8 @@
 #include <string.h>
 
 #include "base/types.h"
-#include "memory/delta.h"
-#include "memory/kernels.h"
+#include "kernels/delta.h"
+#include "kernels/kernels.h"
 
 #if defined(__x86_64__)
 #include <cpuid.h>
@@ -127,16 +127,16 @@ static uint16_t double_to_float16(double value)
 #define PRAGMA(text) _Pragma(#text)
 
 #define ISA(name) name##_generic
-#include "memory/delta_body.inc"
-#include "memory/kernels_body.inc"
+#include "kernels/delta_body.inc"
+#include "kernels/kernels_body.inc"
 #undef ISA
 
 #if defined(__x86_64__)
 #define HAVE_F16C
 TARGET_BEGIN("avx2,f16c")
 #define ISA(name) name##_avx2
-#include "memory/delta_body.inc"
-#include "memory/kernels_body.inc"
+#include "kernels/delta_body.inc"
+#include "kernels/kernels_body.inc"
 #undef ISA
 TARGET_END
 
@@ -144,16 +144,16 @@ TARGET_END
  * lines. An older EPYC was 4 to 20 % slower from memory. */
 TARGET_BEGIN(AVX512(256))
 #define ISA(name) name##_avx512
-#include "memory/delta_body.inc"
-#include "memory/kernels_body.inc"
+#include "kernels/delta_body.inc"
+#include "kernels/kernels_body.inc"
 #undef ISA
 TARGET_END
 
 /* With 512 bits, for processors that move and add so many bits at once. */
 TARGET_BEGIN(AVX512(512))
 #define ISA(name) name##_avx512_wide
-#include "memory/delta_body.inc"
-#include "memory/kernels_body.inc"
+#include "kernels/delta_body.inc"
+#include "kernels/kernels_body.inc"
 #undef ISA
 TARGET_END
 #undef HAVE_F16C
