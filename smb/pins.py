@@ -17,7 +17,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 # The arguments are (version, offset, count, out, wire); the result is None if the version was overwritten.
 Read: TypeAlias = "Callable[[int, int, int | None, Any, str | None], Array | None]"
 
-PIN_S_MIN, PIN_S_MAX = 0.001, 30.0  # csrc/memory/sync.h: SYNC_PIN_MS
+PIN_S_MIN, PIN_S_MAX = 0.001, 30.0  # csrc/sync/sync.h: SYNC_PIN_MS
 
 
 class Pin:

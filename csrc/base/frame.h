@@ -77,7 +77,7 @@ enum {
  *   APPLY            the segments of the gradient and of the state (0: none), then the members of
  *                    struct smb_hyper as float64. If the request contains its gradient, the
  *                    gradient's segment is 0 and the elements follow
- *   requests that wait  four words (memory/sync.h)
+ *   requests that wait  four words (sync/sync.h)
  *   AUTHORIZE        rights and generation (32 bits each), expiry, proof (access.h)
  * The payload of a fenced change follows the lock's token. The token's lowest bit says to which of
  * the segment's locks it belongs (enum sync_lock). The warden's segment follows the token, except

@@ -1,6 +1,6 @@
 #include "client/answered.h"
 
-#include "memory/sync_words.h"
+#include "sync/sync_words.h"
 
 static int state_after(int status)
 {

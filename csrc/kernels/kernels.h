@@ -1,5 +1,6 @@
 /* kernels.h: the engine's own copy functions, and optimizers' steps in parts. smb/kernels.h
- * declares the other kernels. */
+ * declares the other kernels. This folder is a room: it includes csrc/base alone, and others enter
+ * it by these two headers. */
 #ifndef SMB_KERNELS_H
 #define SMB_KERNELS_H
 

@@ -15,7 +15,7 @@
 #include <stddef.h>
 
 #include "memory/records.h"
-#include "memory/sync_words.h"
+#include "sync/sync_words.h"
 #include "smb/types.h"
 
 enum {

@@ -2,7 +2,7 @@
 
 #include "base/clock.h"
 #include "memory/records.h"
-#include "memory/sync.h"
+#include "sync/sync.h"
 #include "server/feed.h"
 #include "server/once.h"
 #include "server/registry.h"

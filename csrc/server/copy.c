@@ -8,7 +8,7 @@
 #include "base/failpoint.h"
 #include "memory/chunk.h"
 #include "memory/format.h"
-#include "memory/sync.h"
+#include "sync/sync.h"
 #include "server/registry.h"
 #include "server/replica_state.h"
 #include "smb/server.h"

@@ -7,7 +7,7 @@
 #include <unistd.h>
 
 #include "base/clock.h"
-#include "memory/sync.h"
+#include "sync/sync.h"
 #include "server/copy.h"
 #include "server/replica_state.h"
 #include "server/server.h"

@@ -6,7 +6,7 @@
 #include "base/assert.h"
 #include "base/clock.h"
 #include "memory/format.h"
-#include "memory/sync.h"
+#include "sync/sync.h"
 #include "server/copy.h"
 #include "server/registry.h"
 #include "server/replica_state.h"

@@ -4,7 +4,7 @@
 
 #include "base/clock.h"
 #include "base/failpoint.h"
-#include "memory/sync.h"
+#include "sync/sync.h"
 #include "server/lanes.h"
 #include "server/replica_state.h"
 #include "server/server.h"

@@ -17,7 +17,7 @@
 #include <stdatomic.h>
 
 #include "base/tree.h"
-#include "memory/sync.h"
+#include "sync/sync.h"
 #include "server/counters.h"
 #include "server/grants.h"
 #include "server/uses.h"

@@ -5,7 +5,7 @@
 
 #include "base/frame.h"
 #include "memory/segment.h"
-#include "memory/sync.h"
+#include "sync/sync.h"
 #include "server/request.h"
 
 struct connection;

@@ -150,7 +150,7 @@ void smb_client_close(struct smb_client *client);
  * again. */
 void smb_client_destroy(struct smb_client *client);
 
-/* One request that may wait (locks, barriers, versions, pins). memory/sync.h explains the words. */
+/* One request that may wait (locks, barriers, versions, pins). sync/sync.h explains the words. */
 struct smb_ask {
     int opcode;
     uint64_t segment;

@@ -226,7 +226,7 @@ uint64_t smb_server_replicas(struct smb_server *server, struct smb_replica_statu
 int smb_server_delete_segment(struct smb_server *server, uint64_t id);
 /* Ends the segment's service as a home of locks, barriers and versions, also after a restart:
  * requests that may wait then get SMB_NOT_FOUND. SMB_BUSY unless the segment is idle
- * (memory/sync.h, sync_retire). *token is the last token of its lock. Repeating the call is
+ * (sync/sync.h, sync_retire). *token is the last token of its lock. Repeating the call is
  * harmless. SMB_NOT_FOUND if this server does not have the segment. */
 int smb_server_retire_segment(struct smb_server *server, uint64_t id, uint64_t idle_ms,
                               uint64_t *token);

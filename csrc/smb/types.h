@@ -193,7 +193,7 @@ enum smb_opcode {
     SMB_COMPARE_SWAP = 9,
     /* the sequence number of the last change of this session and lane in the segment */
     SMB_WATERMARK = 10,
-    /* Operations that may wait, on the home segment. Arguments and answers: memory/sync.h. */
+    /* Operations that may wait, on the home segment. Arguments and answers: sync/sync.h. */
     SMB_LOCK = 11,
     SMB_UNLOCK = 12,
     SMB_RENEW = 13,

@@ -34,7 +34,7 @@ from smb.errors import (
 )
 from smb.transport.base import Deadline, SegmentLocation
 
-USER_LOCK, PUBLISHER_LOCK = 0, 1  # locks of a segment: csrc/memory/sync.h
+USER_LOCK, PUBLISHER_LOCK = 0, 1  # locks of a segment: csrc/sync/sync.h
 SHARED_LOCK = USER_LOCK | 1 << 8  # in LOCK, UNLOCK and RENEW: the user's lock, held by several at once
 # For errors: what lets a publisher wait longer for slow readers.
 WAIT_FOR_READERS = "Buffer.publish(readers=SECONDS), or smb.torch.Publisher.publish(timeout=SECONDS)"
@@ -46,7 +46,7 @@ _NAME_S = 1.0  # for the name of a client that is in the way
 _LOOK_S = 1.0  # while there is no connection, the coordinator is asked this often whether the memory is lost
 _WAITING_MAX = 4096  # csrc/server/waits.h: WAITS_PER_CONNECTION
 _REPEATABLE_WAITS = (AskOpcode.LOCK, AskOpcode.AWAIT_VERSION)  # a barrier's timeout breaks the round
-_PINS_MAX = 1024  # csrc/memory/pins.h: SESSION_PINS_MAX
+_PINS_MAX = 1024  # csrc/sync/pins.h: SESSION_PINS_MAX
 
 
 def wait_ms(timeout: float | None) -> int:

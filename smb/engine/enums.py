@@ -63,7 +63,7 @@ class Opcode(IntEnum):
 
 
 class AskOpcode(IntEnum):
-    """enum smb_opcode: the values for a segment's locks, barrier and version. csrc/memory/sync.h has the meaning of the
+    """enum smb_opcode: the values for a segment's locks, barrier and version. csrc/sync/sync.h has the meaning of the
     words.
     """
 

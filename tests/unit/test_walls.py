@@ -7,7 +7,7 @@ from importlib import import_module
 
 import pytest
 
-from tests.support.walls import circles, lines, reach_ins, rooms, sources
+from tests.support.walls import ROOMS_OF_C, ROOT, circles, lines, reach_ins, rooms, sources
 
 # Only ever lowered.
 REACH_INS_MAX = 11
@@ -68,7 +68,10 @@ def test_every_room_says_what_it_is() -> None:
     """The first paragraph of a room's package says what it is and what it may touch; all of its lines are counted."""
     found, counted = rooms(), lines()
     assert found.keys() == ROOMS
-    assert counted.keys() == {"core", *found}
+    assert counted.keys() == {"core", *found, *ROOMS_OF_C.values()}
     for room in set(found) - {"integrations"}:  # modules at the paths by which users import them
         said = [import_module(module).__doc__ or "" for module in found[room] if module.startswith("smb")]
         assert any(text.startswith("The room of ") for text in said), room
+    for folder in ROOMS_OF_C:
+        headers = (ROOT / "csrc" / folder).glob("*.h")
+        assert any("This folder is a room" in header.read_text().replace("\n * ", " ") for header in headers), folder

@@ -4,7 +4,7 @@
 #define SYNC_PLACE_H
 
 #include "check.h"
-#include "memory/sync.h"
+#include "sync/sync.h"
 
 enum { PAGE = 4096, SEATS_BYTES = 1024, CAPACITY = SEATS_BYTES / SYNC_SEAT_BYTES / 2 };
 static const uint64_t MS = 1000000U, SECOND = 1000000000U, FOREVER = UINT64_MAX;

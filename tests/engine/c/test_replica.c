@@ -17,7 +17,7 @@
 #include "base/clock.h"
 #include "memory/change.h"
 #include "memory/segment.h"
-#include "memory/sync.h"
+#include "sync/sync.h"
 #include "server/replica.h"
 
 enum { BESIDE = 78, ELEMENTS = SEGMENT_BYTES / 8, CLIENTS = 4, ROUNDS = 150 };

@@ -2,7 +2,7 @@
  * one token, also over restarts and at another copy. */
 #include <string.h>
 
-#include "memory/pins.h"
+#include "sync/pins.h"
 #include "random.h"
 #include "sync_place.h"
 

@@ -1,6 +1,6 @@
 /* A barrier of three parties that arrive, perhaps repeatedly because an answer was lost, wait, and may die; its home may be killed
  * at any store. Nobody leaves a round before all of it arrived; a death breaks the round for all that are in it. The steps are
- * those of csrc/memory/sync_barrier.c. Each planted fault (-D...) must be found. */
+ * those of csrc/sync/sync_barrier.c. Each planted fault (-D...) must be found. */
 #define PARTIES 3
 #define ROUNDS 2
 #ifndef CRASHES

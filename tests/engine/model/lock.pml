@@ -1,5 +1,5 @@
 /* A lock with a lease, a queue and a fencing token. Its holders may be stopped past their leases at any moment, and its home killed and
- * started again. Fenced writes go to the home and to a second segment. The steps are those of csrc/memory/sync_lock.c, gate.c and smb/lock.py.
+ * started again. Fenced writes go to the home and to a second segment. The steps are those of csrc/sync/sync_lock.c, gate.c and smb/lock.py.
  *
  * Stopping a client is just not scheduling it; a lease runs out at any moment (up to LAPSES times). What is checked:
  *   once lock() has returned to a later holder, no write under an earlier token is accepted anywhere;

@@ -1,6 +1,6 @@
 /* A published buffer, its mirror A, which is filled from it, and a second mirror B, which takes pieces from A as they come or from the
  * source. A publisher and A's relay may be killed between any two stores. Readers of A, and one that holds a pin at the source. The steps are
- * those of csrc/memory/sync_version.c, smb/relay/mirror.py and filler.py.
+ * those of csrc/sync/sync_version.c, smb/relay/mirror.py and filler.py.
  *
  * A piece holds the number of the version that it is of. What is checked:
  *   a piece that a relay takes for one of a version is that, and a version that a reader takes for one is all of it;

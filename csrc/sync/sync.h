@@ -1,5 +1,6 @@
 /* sync.h: requests that may wait on a segment: its two locks, its barrier, its versions. In the
- * daemon only.
+ * daemon only. This folder is a room: it includes csrc/base alone and knows no connection; others
+ * enter it by this header and sync_words.h.
  *
  * The words that must survive the daemon lie in the segment's header page (struct sync_words) and,
  * for the barrier's seats, in the segment's data. The queues are this process's. Nothing here does
@@ -61,7 +62,7 @@
 
 #include "base/frame.h"
 #include "base/tree.h"
-#include "memory/sync_words.h"
+#include "sync/sync_words.h"
 
 enum {
     SYNC_TTL_MS_MIN = 10,

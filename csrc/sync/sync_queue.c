@@ -1,11 +1,11 @@
-#include "memory/sync_queue.h"
+#include "sync/sync_queue.h"
 
 #include <stddef.h>
 
 #include "base/assert.h"
 #include "base/frame.h"
-#include "memory/sync_lock.h"
-#include "memory/sync_version.h"
+#include "sync/sync_lock.h"
+#include "sync/sync_version.h"
 
 struct waiter *queue_first(const struct queue *queue)
 {

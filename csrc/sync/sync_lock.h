@@ -2,7 +2,7 @@
 #ifndef SMB_SYNC_LOCK_H
 #define SMB_SYNC_LOCK_H
 
-#include "memory/sync_state.h"
+#include "sync/sync_state.h"
 
 uint64_t lock_released_bit(uint64_t token);
 bool lock_is_held(const struct sync_lock_words *lock, uint64_t now_ns);

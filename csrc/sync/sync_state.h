@@ -6,8 +6,8 @@
 
 #include <pthread.h>
 
-#include "memory/pins.h"
-#include "memory/sync.h"
+#include "sync/pins.h"
+#include "sync/sync.h"
 
 static const uint64_t MS = 1000000;
 

@@ -2,7 +2,7 @@
 #ifndef SMB_SYNC_VERSION_H
 #define SMB_SYNC_VERSION_H
 
-#include "memory/sync_state.h"
+#include "sync/sync_state.h"
 
 struct sync_answer version_answer(const struct sync *sync, int status);
 /* The slot for the next version of a buffer with `slots` slots: the oldest that is neither the

@@ -1,4 +1,4 @@
-#include "memory/pins.h"
+#include "sync/pins.h"
 
 #include <stdlib.h>
 

@@ -3,7 +3,7 @@
 #define SMB_SYNC_BARRIER_H
 
 #include "base/tree.h"
-#include "memory/sync_state.h"
+#include "sync/sync_state.h"
 
 /* A session with seats in the present round. */
 struct party {

@@ -1,9 +1,9 @@
-#include "memory/sync_barrier.h"
+#include "sync/sync_barrier.h"
 
 #include <stdlib.h>
 
 #include "base/failpoint.h"
-#include "memory/sync_queue.h"
+#include "sync/sync_queue.h"
 
 enum { ROUND_SHIFT = 24, ARRIVED_MASK = (1 << ROUND_SHIFT) - 1, ROUNDS_KEPT = 62 };
 

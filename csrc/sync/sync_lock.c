@@ -1,8 +1,8 @@
-#include "memory/sync_lock.h"
+#include "sync/sync_lock.h"
 
 #include "base/failpoint.h"
-#include "memory/sync_queue.h"
-#include "memory/sync_version.h"
+#include "sync/sync_queue.h"
+#include "sync/sync_version.h"
 
 uint64_t lock_released_bit(uint64_t token)
 {

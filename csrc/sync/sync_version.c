@@ -1,8 +1,8 @@
-#include "memory/sync_version.h"
+#include "sync/sync_version.h"
 
 #include "base/failpoint.h"
-#include "memory/sync_lock.h"
-#include "memory/sync_queue.h"
+#include "sync/sync_lock.h"
+#include "sync/sync_queue.h"
 
 struct sync_answer version_answer(const struct sync *sync, int status)
 {

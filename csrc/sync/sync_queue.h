@@ -5,7 +5,7 @@
 
 #include <stddef.h>
 
-#include "memory/sync_state.h"
+#include "sync/sync_state.h"
 
 /* NULL: the queue is empty. */
 struct waiter *queue_first(const struct queue *queue);

@@ -1,14 +1,14 @@
-#include "memory/sync.h"
+#include "sync/sync.h"
 
 #include <stddef.h>
 #include <stdlib.h>
 
 #include "base/assert.h"
 #include "base/failpoint.h"
-#include "memory/sync_barrier.h"
-#include "memory/sync_lock.h"
-#include "memory/sync_queue.h"
-#include "memory/sync_version.h"
+#include "sync/sync_barrier.h"
+#include "sync/sync_lock.h"
+#include "sync/sync_queue.h"
+#include "sync/sync_version.h"
 
 /* Checks the words that an earlier run left. Done only at the start: later, calls with slightly
  * different times would take each other's longest lease for garbage. */
