@@ -27,9 +27,10 @@ from memserver import tls
 from memserver.control import ControlServer
 from memserver.earlier_memory import take_in
 from memserver.engine import LOOPS_MAX, Engine
+from memserver.life import Life
 from memserver.load import LastLook, load_of
 from memserver.memory_dir import MemoryDirectory
-from memserver.metrics import EngineMetrics, Life
+from memserver.metrics import EngineMetrics
 from memserver.rdma_target import RdmaTarget, settings_of
 from memserver.recovery import recover
 from memserver.registrant import Identity, MissingNames, Registrant

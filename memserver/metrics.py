@@ -1,36 +1,24 @@
-"""The memory server's metrics, read from the engine when scraped. Their names are in smb/daemon/metric_names.py."""
+"""The room of metrics, in a memory server: read from the engine when scraped. The daemon makes them. Their
+names are in smb/daemon/metric_names.py.
+"""
 
 from __future__ import annotations
 
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 
 from prometheus_client.core import HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from memserver.engine import Counters, Engine, Share
+from memserver.life import Life
 from memserver.segments import Segments
 from memserver.usage_by_client import NamedShares, Names
 from smb.daemon.metric_names import LATENCY_EDGES, counter, cumulative, gauge, histogram
 from smb.engine import KINDS, TRANSPORTS
 
 WAITS_MAX = 4096  # locks and waits that one scrape counts
-
-
-@dataclass(slots=True)
-class Life:
-    """Counters of one run of the daemon. Its threads write them and scrapes read them, one number at a time."""
-
-    connected: bool = False
-    leases_lost: int = 0
-    recovery_s: float = 0.0
-    recovered_segments: int = 0
-    recovered_changes: int = 0
-    torn_chunks: int = 0
-    started_at: float = field(default_factory=time.time)  # seconds since 1970
 
 
 class EngineMetrics(Collector):

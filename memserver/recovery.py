@@ -7,8 +7,8 @@ import logging
 import time
 
 from memserver.engine import Engine, Recovery
+from memserver.life import Life
 from memserver.memory_dir import MemoryDirectory
-from memserver.metrics import Life
 from memserver.segments import Segments
 from smb.config.parse import format_bytes
 from smb.daemon.own_files import fault_at

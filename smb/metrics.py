@@ -1,4 +1,5 @@
-"""A client's metrics for Prometheus: what this process does, and how long it takes.
+"""The room of metrics, in a client: what this process does, and how long it takes, for Prometheus. A client imports it
+when it is to serve them.
 
 >>> import smb.metrics
 >>> pages = smb.metrics.serve(client, "127.0.0.1:9480")  # GET /metrics, until pages.close()

@@ -1,5 +1,5 @@
-"""The coordinator's metrics, under the names of smb/daemon/metric_names.py. Gauges are read from the state when
-scraped, so they cannot go stale.
+"""The room of metrics, in a coordinator: under the names of smb/daemon/metric_names.py. Gauges are read from the state
+when scraped, so they cannot go stale.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
 """The container image's health check: `python -m smb.daemon.health_check` ends with 0 if the container's daemon lives.
+It belongs to the room of metrics, and no module imports it.
 
 It asks /livez of the daemon that is process 1, at its `metrics` by variable or settings file (not by flag); of both, if
 process 1 is another program. A page on a free port cannot be found: then it says so, and ends with 0.

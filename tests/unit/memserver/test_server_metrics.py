@@ -9,7 +9,8 @@ from typing import Any, cast
 from prometheus_client import CollectorRegistry
 
 from memserver.engine import Counters
-from memserver.metrics import EngineMetrics, Life
+from memserver.life import Life
+from memserver.metrics import EngineMetrics
 from memserver.usage_by_client import NamedShares, Names
 from smb.daemon.metric_names import NAMED_MAX, OTHER
 
