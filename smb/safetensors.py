@@ -1,4 +1,6 @@
-"""The header of a .safetensors file (github.com/huggingface/safetensors): writing, and parsing within limits. Pure."""
+"""The room of .safetensors files (github.com/huggingface/safetensors): writing their header, and parsing it within
+limits. Pure. Files and the saved states of trainings import it.
+"""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ from smb.coordinator.call_rates import CallRates, LoopTime
 from smb.coordinator.limits import CALLS_MAX, LARGE_REQUESTS_MAX, has_room
 from smb.errors import NOT_APPLIED, UnavailableError
 from smb.rpc import control_pb2 as pb
-from smb.security.roles import Caller, Role, caller
+from smb.security.roles import Caller, Role, behind, caller
 
 _TRUSTED = (Role.OPERATOR, Role.SERVER)
 # An eighth of all places is for these: a session's lease must not end because others ask for much, with the same
@@ -173,9 +173,7 @@ class CallPlaces(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
                 if charged_s is not None and self._rates is not None:
                     self._rates.took(who.key, _kind(method), charged_s, loop_time.seconds)
 
-        return grpc.unary_unary_rpc_method_handler(
-            answer, request_deserializer=handler.request_deserializer, response_serializer=handler.response_serializer
-        )
+        return behind(handler, answer)
 
     async def _begin(self, who: Caller, method: str) -> float | None:
         """Wait until this call may begin, and return what it was charged; None: such callers are charged nothing.

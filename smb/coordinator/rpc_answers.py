@@ -21,7 +21,7 @@ from smb.rpc.bounds import check_bounds
 from smb.rpc.coordinator_client import SessionEndedError
 from smb.rpc.peers import PATIENCE
 from smb.rpc.trailers import ANSWERED, BUSY, OUTCOME, STANDBY
-from smb.security.roles import ANYBODY, caller
+from smb.security.roles import ANYBODY, behind, caller
 
 _log, _access, _audit_log = logging.getLogger("coordinator"), logging.getLogger("access"), logging.getLogger(AUDIT)
 # Others are part of usual work, as a look for a buffer that is not there yet, or come from very many clients at once.
@@ -84,11 +84,7 @@ class Answers(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         if handler is None or handler.unary_unary is None:
             return handler
         method = handler_call_details.method.rsplit("/", 1)[-1]
-        return grpc.unary_unary_rpc_method_handler(
-            self._wrap(method, cast(Call, handler.unary_unary)),
-            request_deserializer=handler.request_deserializer,
-            response_serializer=handler.response_serializer,
-        )
+        return behind(handler, self._wrap(method, cast(Call, handler.unary_unary)))
 
     def _wrap(self, method: str, call: Call) -> Call:
         async def answer(request: Any, context: Context) -> Any:

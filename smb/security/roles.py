@@ -248,7 +248,7 @@ class RoleInterceptor(grpc.ServerInterceptor):  # type: ignore[type-arg]
                 context.abort(grpc.StatusCode.PERMISSION_DENIED, str(error))
             return call(request, context)
 
-        return None if handler is None else _behind(handler, ask)
+        return None if handler is None else behind(handler, ask)
 
 
 class _EndsWithCertificate:
@@ -313,7 +313,7 @@ class AioGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
             finally:
                 watch.end()
 
-        return handler if handler is None else _behind(handler, ask)
+        return handler if handler is None else behind(handler, ask)
 
 
 def _call_of(handler: Handler | None) -> Call:
@@ -324,7 +324,8 @@ def _call_of(handler: Handler | None) -> Call:
     return cast(Call, call)
 
 
-def _behind(handler: Handler, ask: Call) -> Handler:
+def behind(handler: Handler, ask: Call) -> Handler:
+    """Return a handler that answers by `ask`, with the messages of `handler`."""
     return grpc.unary_unary_rpc_method_handler(
         ask, request_deserializer=handler.request_deserializer, response_serializer=handler.response_serializer
     )

@@ -16,7 +16,7 @@ CIRCLES_MAX, CIRCLES_OF_TYPES_MAX = 0, 5
 ROOMS = {
     "files", "RDMA", "dashboard", "data", "etcd", "plan", "overlap", "demo", "integrations", "rare schemes", "bench",
     "doctor", "hosts", "meshes", "publishing", "trainings", "commands", "PyTorch", "certificates",
-    "clusters of one machine", "mirrors", "moves", "asynchronous calls", "metrics",
+    "clusters of one machine", "mirrors", "moves", "asynchronous calls", "metrics", "safetensors",
 }  # fmt: skip
 
 BOX = """

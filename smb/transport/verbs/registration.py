@@ -67,7 +67,6 @@ class ClientMemory:
         self.domain = domain
         self.block_bytes = BLOCK_BYTES
         self.registered_bytes = 0
-        self.staged_bytes = 0
         self._most = registered_bytes_max
         self._lock = threading.Lock()
         self._addresses: list[int] = []

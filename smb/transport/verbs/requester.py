@@ -107,7 +107,6 @@ class Carrier:
         self.closed = False
         self.why = ""
         self.one_sided_bytes = 0  # read and written without the server's help
-        self.lost_looks = 0  # reads repeated because a chunk changed
         self._queue = queue
         self._slots = slots
         self._rights = rights
@@ -340,7 +339,6 @@ class Carrier:
             else:
                 self._answers += answers(run.records[good])
                 lost = run.records[~good]
-                self.lost_looks += len(lost)
                 again += [_Item(lost[i : i + 1], _READ, run.attempts + 1) for i in range(len(lost))]
             self.one_sided_bytes += run.nbytes
         self._items.extendleft(reversed(again))
