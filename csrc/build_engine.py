@@ -16,7 +16,7 @@ from setuptools.command.build_py import build_py
 ROOT = Path(__file__).resolve().parent.parent
 MODULE = "smb._engine"
 # The engine's folders, in the order of the layers; python/ is a separate extension.
-FOLDERS = ("base", "kernels", "sync", "memory", "server", "client", "async")
+FOLDERS = ("base", "channel", "kernels", "sync", "memory", "server", "client", "async")
 # The public headers in csrc/smb, each after the headers whose types it uses.
 FACE = ("types", "tls", "kernels", "segment", "server", "client", "async")
 # -ffp-contract=off: a fused multiply-add rounds once where numpy rounds twice. -fno-trapping-math lets comparisons

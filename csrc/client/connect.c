@@ -7,8 +7,8 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
-#include "base/channel.h"
 #include "base/clock.h"
+#include "channel/channel.h"
 #include "client/client.h"
 #include "client/dial.h"
 #include "client/link.h"

@@ -3,9 +3,9 @@
 #ifndef SMB_DIAL_H
 #define SMB_DIAL_H
 
-#include "base/channel.h"
 #include "base/clock.h"
 #include "base/frame.h"
+#include "channel/channel.h"
 #include "client/client.h"
 
 /* How long an attempt may take: until its deadline, or until the client is closed. */

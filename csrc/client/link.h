@@ -15,9 +15,9 @@
 #include <pthread.h>
 #include <stdatomic.h>
 
-#include "base/access.h"
-#include "base/channel.h"
 #include "base/clock.h"
+#include "channel/access.h"
+#include "channel/channel.h"
 #include "client/client.h"
 
 struct inflight;

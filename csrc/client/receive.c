@@ -7,7 +7,7 @@
 #include <unistd.h>
 
 #include "base/assert.h"
-#include "base/channel.h"
+#include "channel/channel.h"
 #include "client/answered.h"
 #include "client/resume.h"
 #include "smb/kernels.h"

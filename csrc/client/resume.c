@@ -6,7 +6,7 @@
 #include <sys/socket.h>
 
 #include "base/assert.h"
-#include "base/channel.h"
+#include "channel/channel.h"
 #include "client/answered.h"
 #include "smb/kernels.h"
 

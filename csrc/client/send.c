@@ -3,7 +3,7 @@
 #include <sys/uio.h>
 
 #include "base/assert.h"
-#include "base/channel.h"
+#include "channel/channel.h"
 #include "client/buffer.h"
 
 enum {

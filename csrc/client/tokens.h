@@ -1,10 +1,10 @@
-/* tokens.h: the tokens of a link, shown on each of its connections (base/access.h). Called by any
- * thread, under the client's mutex. */
+/* tokens.h: the tokens of a link, shown on each of its connections (channel/access.h). Called by
+ * any thread, under the client's mutex. */
 #ifndef SMB_TOKENS_H
 #define SMB_TOKENS_H
 
-#include "base/access.h"
-#include "base/channel.h"
+#include "channel/access.h"
+#include "channel/channel.h"
 #include "client/dial.h"
 #include "client/link.h"
 

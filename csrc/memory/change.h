@@ -2,8 +2,8 @@
 #ifndef SMB_CHANGE_H
 #define SMB_CHANGE_H
 
-#include "memory/chunk.h"
 #include "kernels/kernels.h"
+#include "memory/chunk.h"
 #include "memory/segment.h"
 
 /* One change or read of a range within one chunk; APPLY: within the same chunk of each of several

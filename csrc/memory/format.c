@@ -1,11 +1,11 @@
 #include "memory/format.h"
 
-#include "base/bond.h"
+#include "base/namespaces.h"
 #include "smb/segment.h"
 
 uint32_t format_own_pid_namespace(void)
 {
-    return bond_namespace("/proc/self/ns/pid");
+    return namespace_inode("/proc/self/ns/pid");
 }
 
 uint64_t format_chunk_count(uint64_t data_bytes, uint32_t chunk_bytes)

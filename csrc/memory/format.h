@@ -15,8 +15,8 @@
 #include <stddef.h>
 
 #include "memory/records.h"
-#include "sync/sync_words.h"
 #include "smb/types.h"
+#include "sync/sync_words.h"
 
 enum {
     PAGE = 4096,

@@ -16,12 +16,12 @@
 #include <pthread.h>
 #include <stdatomic.h>
 
-#include "base/bond.h"
-#include "base/channel.h"
 #include "base/stats.h"
+#include "channel/bond.h"
+#include "channel/channel.h"
 #include "memory/journal.h"
-#include "server/request.h"
 #include "server/grants.h"
+#include "server/request.h"
 #include "server/slots.h"
 #include "server/waits.h"
 

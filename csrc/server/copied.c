@@ -2,11 +2,11 @@
 
 #include "base/clock.h"
 #include "memory/records.h"
-#include "sync/sync.h"
 #include "server/feed.h"
 #include "server/once.h"
 #include "server/registry.h"
 #include "server/replica.h"
+#include "sync/sync.h"
 
 static int copy_chunk(struct gate_request *request, const uint8_t *payload)
 {

@@ -8,10 +8,10 @@
 #include "base/failpoint.h"
 #include "memory/chunk.h"
 #include "memory/format.h"
-#include "sync/sync.h"
 #include "server/registry.h"
 #include "server/replica_state.h"
 #include "smb/server.h"
+#include "sync/sync.h"
 
 enum { COPY_WAIT_MS = 50 };
 

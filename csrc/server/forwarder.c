@@ -7,10 +7,10 @@
 #include <unistd.h>
 
 #include "base/clock.h"
-#include "sync/sync.h"
 #include "server/copy.h"
 #include "server/replica_state.h"
 #include "server/server.h"
+#include "sync/sync.h"
 
 enum { EVENTS_PER_WAIT = 64 };
 

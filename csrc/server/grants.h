@@ -1,4 +1,4 @@
-/* grants.h: a server's keys, and the tokens that a connection has shown (base/access.h).
+/* grants.h: a server's keys, and the tokens that a connection has shown (channel/access.h).
  *
  * Threads. A connection's grants belong to its loop. The keys have their own lock; they change a
  * few times a day. */
@@ -7,7 +7,7 @@
 
 #include <pthread.h>
 
-#include "base/access.h"
+#include "channel/access.h"
 
 enum {
     ACCESS_KEYS = SMB_KEYS_MAX, /* the previous generation, the present and the next */

@@ -3,9 +3,9 @@
 #include <sys/random.h>
 
 #include "base/assert.h"
-#include "base/bond.h"
-#include "base/channel.h"
 #include "base/clock.h"
+#include "channel/bond.h"
+#include "channel/channel.h"
 #include "server/counters.h"
 #include "server/feed.h"
 #include "server/lanes.h"

@@ -4,7 +4,7 @@
 #include <sys/uio.h>
 
 #include "base/assert.h"
-#include "base/channel.h"
+#include "channel/channel.h"
 #include "server/admit.h"
 #include "server/handshake.h"
 #include "server/loop.h"

@@ -9,7 +9,7 @@
 
 #include "base/assert.h"
 #include "base/clock.h"
-#include "base/tls.h"
+#include "channel/tls.h"
 #include "server/connection.h"
 #include "server/counters.h"
 #include "server/inbox.h"

@@ -1,7 +1,7 @@
 #include "server/operands.h"
 
-#include "memory/chunk.h"
 #include "kernels/kernels.h"
+#include "memory/chunk.h"
 #include "server/admit.h"
 #include "server/registry.h"
 #include "server/replica.h"

@@ -4,7 +4,7 @@
 #include <sys/socket.h>
 
 #include "base/assert.h"
-#include "base/channel.h"
+#include "channel/channel.h"
 #include "server/counters.h"
 #include "server/loop.h"
 #include "server/server.h"

@@ -6,11 +6,11 @@
 #include "base/assert.h"
 #include "base/clock.h"
 #include "memory/format.h"
-#include "sync/sync.h"
 #include "server/copy.h"
 #include "server/registry.h"
 #include "server/replica_state.h"
 #include "server/server.h"
+#include "sync/sync.h"
 
 /* ---- memory ---------------------------------------------------------------------------------- */
 

@@ -4,11 +4,11 @@
 
 #include "base/clock.h"
 #include "base/failpoint.h"
-#include "sync/sync.h"
 #include "server/lanes.h"
 #include "server/replica_state.h"
 #include "server/server.h"
 #include "server/waits.h"
+#include "sync/sync.h"
 
 enum { HAND_OVER_MS = 1000 };
 

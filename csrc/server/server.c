@@ -5,14 +5,14 @@
 #include <string.h>
 #include <unistd.h>
 
-#include "base/tls.h"
+#include "channel/tls.h"
 #include "memory/journal.h"
 #include "server/counters.h"
 #include "server/forwarder.h"
 #include "server/inbox.h"
 #include "server/loop.h"
-#include "server/segments.h"
 #include "server/loop_thread.h"
+#include "server/segments.h"
 #include "server/waits.h"
 
 void smb_server_use_tls(struct smb_server *server, struct smb_tls *tls)

@@ -17,14 +17,14 @@
 #include <stdatomic.h>
 
 #include "base/tree.h"
-#include "sync/sync.h"
+#include "server/bundle.h"
 #include "server/counters.h"
 #include "server/grants.h"
-#include "server/uses.h"
-#include "server/bundle.h"
 #include "server/listener.h"
 #include "server/registry.h"
 #include "server/strangers.h"
+#include "server/uses.h"
+#include "sync/sync.h"
 
 struct connection;
 struct journal;

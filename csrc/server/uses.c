@@ -4,7 +4,7 @@
 #include <string.h>
 
 #include "base/assert.h"
-#include "base/tls.h"
+#include "channel/tls.h"
 #include "smb/types.h"
 
 void uses_init(struct uses *uses)

@@ -5,8 +5,8 @@
 
 #include "base/frame.h"
 #include "memory/segment.h"
-#include "sync/sync.h"
 #include "server/request.h"
+#include "sync/sync.h"
 
 struct connection;
 struct use;

@@ -101,9 +101,9 @@ struct smb_key {
 int smb_server_set_keys(struct smb_server *server, uint32_t count, const struct smb_key *set,
                         uint64_t now_ms);
 /* Checks a client's proof on the control plane, where keys for RDMA are given out. `shown->secret`
- * is the proof (base/access.h), and `bond` identifies the client's certificate on that connection
- * (smb/security/bond.py). SMB_OK: the coordinator gave the session that token, and the token is
- * valid for *left_ns from now. SMB_DENIED. SMB_BUSY: this server has no key yet. */
+ * is the proof (channel/access.h), and `bond` identifies the client's certificate on that
+ * connection (smb/security/bond.py). SMB_OK: the coordinator gave the session that token, and the
+ * token is valid for *left_ns from now. SMB_DENIED. SMB_BUSY: this server has no key yet. */
 int smb_server_check_proof(struct smb_server *server, uint64_t session,
                            const struct smb_token *shown, const uint8_t bond[32],
                            uint64_t *left_ns);

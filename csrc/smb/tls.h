@@ -47,7 +47,7 @@ struct smb_holder {
     int64_t ends_s; /* when the first certificate of its chain ends, in seconds since 1970 */
 };
 /* Judges a certificate that gRPC was shown, by the rules of the engine's own connections
- * (base/certificate.h). `chain` is PEM, with the peer's own certificate first. If this process
+ * (channel/certificate.h). `chain` is PEM, with the peer's own certificate first. If this process
  * called the peer, `host` is the name that it called, and the peer must have one of `roles`; if the
  * peer called this process, `host` is empty. Does not block. SMB_UNTRUSTED: why[] says what is
  * wrong with the certificate. SMB_INVALID: the chain is too long. */

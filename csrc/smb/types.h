@@ -4,16 +4,22 @@
  *
  * The headers of csrc/smb are the engine's public interface. Python sees no other header. Each
  * header's functions are defined in one folder:
- *   types, tls        base
- *   kernels, segment  memory
+ *   types             base
+ *   tls               channel
+ *   kernels           kernels
+ *   segment           memory
  *   server            server
  *   client            client
+ *   async             async
  *
  * A folder may include the folders above it in this list and the public headers of those folders.
  * Server and client never include each other (tests/unit/engine/test_includes.py):
- *   base      frames, layout, tokens, TLS, clocks: no shared memory
- *   memory    segments: chunk locks, arithmetic, completion records, journal, waiting requests
+ *   base      frames, layout, clocks: no shared memory
+ *   channel, kernels, sync   TLS and tokens' proofs; arithmetic; the words of locks and versions,
+ *             and requests that wait for them. They do not include each other
+ *   memory    segments: chunk locks, completion records, journal
  *   server, client   the daemon's loops, connections and gate; a client's links and calls
+ *   async     a client's asynchronous operations
  *   python    the direct calls from Python's methods
  *
  * Conventions. Functions return enum smb_status as int (0 is success) unless their comment says
@@ -280,7 +286,7 @@ enum smb_denied {
     SMB_DENIED_EXPIRED = 3,
     SMB_DENIED_UNBOUND = 4
 };
-/* A token, made by the coordinator for one session and one segment (base/access.h). `secret` is
+/* A token, made by the coordinator for one session and one segment (channel/access.h). `secret` is
  * never sent on the data plane. */
 struct smb_token {
     uint64_t segment;

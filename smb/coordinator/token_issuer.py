@@ -77,7 +77,7 @@ class TokenIssuer:
         rights = RIGHT_READ | (RIGHT_WRITE if may_write else 0)
         expires_ms = now_ms + self.lifetime_ms
         for segment in buffer.layout.segments:
-            text = struct.pack(  # the same bytes as in csrc/base/access.c
+            text = struct.pack(  # the same bytes as in csrc/channel/access.c
                 "<16sQQIIQQ",
                 b"smb token 1",
                 session_id,

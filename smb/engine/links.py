@@ -49,7 +49,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """A session's rights to a segment, with their expiry; see csrc/base/access.h."""
+    """A session's rights to a segment, with their expiry; see csrc/channel/access.h."""
 
     segment_id: int
     epoch: int

@@ -27,7 +27,7 @@ RIGHT_READ, RIGHT_WRITE = 1, 2
 _RENEW_AT = 0.5  # of the token's life, so the coordinator may be unreachable for the other half
 _RETRY_FIRST_S, _RETRY_MAX_S = 0.5, 1.0
 _SHOW_MS = 3000
-_CONTROL_LANE = 0xFFFF  # the lane number in proofs on the control plane: csrc/base/access.h
+_CONTROL_LANE = 0xFFFF  # the lane number in proofs on the control plane: csrc/channel/access.h
 
 _log = logging.getLogger("smb")
 

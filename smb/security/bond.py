@@ -1,5 +1,5 @@
 """The bond of a proof on the control plane: the proof covers, besides the token, the certificate of the client that
-shows it. So it is useless to anybody else. The engine does the same for data connections (csrc/base/bond.h);
+shows it. So it is useless to anybody else. The engine does the same for data connections (csrc/channel/bond.h);
 docs/protocol.md specifies it.
 """
 

@@ -23,8 +23,23 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("smb", "memserver")
 _ENDINGS = {".py", ".js", ".css", ".html"}
 _ENDINGS_OF_C = {".c", ".h", ".inc"}
-# The room of each folder of csrc that is one, and of its header in csrc/smb.
-ROOMS_OF_C = {"async": "asynchronous calls", "kernels": "arithmetic", "sync": "words of locks and versions"}
+# The public headers in csrc/smb, and the folder that defines what each declares.
+HEADERS_OF_C = {
+    "types": "base",
+    "tls": "channel",
+    "kernels": "kernels",
+    "segment": "memory",
+    "server": "server",
+    "client": "client",
+    "async": "async",
+}
+# The folders of csrc that are rooms.
+ROOMS_OF_C = {
+    "async": "asynchronous calls",
+    "channel": "secure channels",
+    "kernels": "arithmetic",
+    "sync": "words of locks and versions",
+}
 _OWN = ("self", "cls")
 _OF_TORCH = "_version"  # of a tensor: how often it was changed in place. Our Pin has an attribute of that name
 
@@ -142,7 +157,8 @@ def lines(root: Path = ROOT) -> Counter[str]:
     """Return the product's lines by room; those of no room are the core's. The build's own files are left out."""
     of_room = {tuple(module.split(".")): room for room, modules in rooms(root).items() for module in modules}
     for folder, room in ROOMS_OF_C.items():
-        of_room |= {("csrc", folder): room, ("csrc", "smb", folder): room}
+        headers = {header for header, of in HEADERS_OF_C.items() if of == folder}
+        of_room |= {("csrc", folder): room, **{("csrc", "smb", header): room for header in headers}}
     counted: Counter[str] = Counter()
     for folder, endings in (*((package, _ENDINGS) for package in PACKAGES), ("csrc", _ENDINGS_OF_C)):
         for path in sorted((root / folder).rglob("*.*")):

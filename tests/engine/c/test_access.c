@@ -3,7 +3,7 @@
 #include <pthread.h>
 #include <string.h>
 
-#include "base/access.h"
+#include "channel/access.h"
 #include "base/frame.h"
 #include "base/sha256.h"
 #include "client/client.h"

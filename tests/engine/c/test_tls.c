@@ -12,9 +12,9 @@
 
 #include <openssl/ssl.h>
 
-#include "base/bond.h"
-#include "base/certificate.h"
-#include "base/channel.h"
+#include "channel/bond.h"
+#include "channel/certificate.h"
+#include "channel/channel.h"
 #include "base/frame.h"
 #include "lab.h"
 #include "random.h"

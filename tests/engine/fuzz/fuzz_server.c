@@ -8,7 +8,7 @@
 #include <sys/un.h>
 #include <unistd.h>
 
-#include "base/access.h"
+#include "channel/access.h"
 #include "base/frame.h"
 #include "fuzz.h"
 #include "memory/segment.h"

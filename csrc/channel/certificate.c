@@ -1,4 +1,4 @@
-#include "base/certificate.h"
+#include "channel/certificate.h"
 
 #include <stdio.h>
 #include <string.h>

@@ -1,9 +1,9 @@
-#include "base/bond.h"
+#include "channel/bond.h"
 
 #include <string.h>
-#include <sys/stat.h>
 
 #include "base/frame.h"
+#include "base/namespaces.h"
 #include "smb/types.h"
 
 enum { LABEL_BYTES = 16 };
@@ -11,15 +11,10 @@ static const char label[LABEL_BYTES] = "smb channel 1";
 /* The numbers of docs/protocol.md. 5 is the control plane's: smb/security/bond.py. */
 enum kind { IN_THE_CLEAR = 1, INSIDE_TLS = 2, UNIX_SOCKET = 3, BY_RECORDS = 4 };
 
-uint32_t bond_namespace(const char *path)
-{
-    struct stat found;
-    return stat(path, &found) == 0 ? (uint32_t)found.st_ino : 0;
-}
-
 uint64_t bond_namespaces(void)
 {
-    uint64_t pid = bond_namespace("/proc/self/ns/pid"), user = bond_namespace("/proc/self/ns/user");
+    uint64_t pid = namespace_inode("/proc/self/ns/pid");
+    uint64_t user = namespace_inode("/proc/self/ns/user");
     return pid && user ? pid | user << 32 : 0;
 }
 

@@ -1,4 +1,4 @@
-#include "base/tls.h"
+#include "channel/tls.h"
 
 #include <errno.h>
 #include <pthread.h>
@@ -13,7 +13,7 @@
 #include <openssl/ssl.h>
 
 #include "base/assert.h"
-#include "base/certificate.h"
+#include "channel/certificate.h"
 
 enum {
     /* scattered parts of at most this size in all are gathered into one record */

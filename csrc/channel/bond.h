@@ -1,6 +1,6 @@
 /* bond.h: the bond of a connection: a hash of facts that both of its ends know, and that differ
- * from connection to connection. The proof of a token covers the bond (base/access.h), so a proof
- * that is handed on to another connection is refused there. docs/protocol.md, "The channel".
+ * from connection to connection. The proof of a token covers the bond (access.h), so a proof that
+ * is handed on to another connection is refused there. docs/protocol.md, "The channel".
  *
  * TLS: the session's exporter, and both certificates. Unix socket: the process at each end, as the
  * kernel reports it to the other end. The ids of these processes mean the same to both ends only if
@@ -10,16 +10,13 @@
 #ifndef SMB_BOND_H
 #define SMB_BOND_H
 
-#include "base/channel.h"
 #include "base/sha256.h"
+#include "channel/channel.h"
 
 struct bond {
     uint8_t bytes[SHA256_BYTES];
 };
 
-/* The inode number of a namespace of this process; `path`: its file, such as /proc/self/ns/pid.
- * 0: unknown. */
-uint32_t bond_namespace(const char *path);
 /* This process's PID namespace, in the low 32 bits, and user namespace, as a client sends them in
  * HELLO. 0: one of them is unknown. */
 uint64_t bond_namespaces(void);

@@ -1,5 +1,6 @@
 /* channel.h: the bytes of a connection, plain or inside TLS. Frames reach sockets only through this
- * interface. */
+ * interface. This folder is a room: who is at the other end, and what it may do. It includes
+ * csrc/base alone. */
 #ifndef SMB_CHANNEL_H
 #define SMB_CHANNEL_H
 
@@ -8,7 +9,7 @@
 #include <unistd.h>
 
 #include "base/assert.h"
-#include "base/tls.h"
+#include "channel/tls.h"
 
 struct channel {
     int fd;          /* -1: no socket */

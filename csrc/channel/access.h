@@ -12,8 +12,8 @@
 #ifndef SMB_ACCESS_H
 #define SMB_ACCESS_H
 
-#include "base/bond.h"
 #include "base/frame.h"
+#include "channel/bond.h"
 #include "smb/types.h"
 
 /* Names one connection. A proof for one does not hold for another. */

@@ -1,4 +1,4 @@
-#include "base/access.h"
+#include "channel/access.h"
 
 #include <string.h>
 
