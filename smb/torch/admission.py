@@ -19,7 +19,8 @@ from smb.torch.mixed_statistics import STATE, MixedStatistics
 from smb.torch.model_parameters import ModelParameters, TensorEntry
 from smb.torch.model_tensors import Statistics, mark_of
 from smb.train.attempts import until_joined
-from smb.train.group import clear, copies_of, view
+from smb.train.group import copies_of, view
+from smb.train.group_making import clear
 from smb.train.join_locks import keeping
 from smb.train.worker import take_part
 

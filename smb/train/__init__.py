@@ -16,7 +16,8 @@ from smb.train.asyncdiloco import AsyncDiLoCo
 from smb.train.bsp import BSP
 from smb.train.diloco import DiLoCo
 from smb.train.elastic import EAMSGD, EASGD, SEASGD, nesterov_step
-from smb.train.group import delete, shared
+from smb.train.group import shared
+from smb.train.group_deletion import delete
 from smb.train.guards import Guards, RefusedContributionError
 from smb.train.localsgd import LocalSGD
 from smb.train.members import MembershipLostError

@@ -11,7 +11,10 @@ buffers. Buffers are deleted by name. A process that deletes therefore checks ri
 holds the lock: if it lost the lock, another process may have made the group anew.
 
 A group exists once the word READY of its table says so. If only parts of a group exist, its maker or deleter died:
-these parts are deleted before a new group is made (`leftovers`).
+these parts are deleted before a new group is made.
+
+Here is the group of a member, and a look at one from outside. `group_making` has how it begins, `group_deletion` how it
+ends.
 """
 
 from __future__ import annotations
@@ -19,37 +22,29 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import math
 import struct
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeVar
 
 import numpy as np
 
 from smb.buffer import Buffer
-from smb.buffer_info import check_replicas
 from smb.client import Client
-from smb.config.parse import format_bytes
 from smb.daemon.failpoint import failpoint
 from smb.errors import (
-    AlreadyExistsError,
     DeadlineError,
     Error,
     InvalidArgumentError,
     LockLostError,
     NotFoundError,
-    OutOfMemoryError,
-    UnavailableError,
 )
 from smb.lock import Lock
 from smb.train import member_table as t
 from smb.train import members, optimizers
 from smb.train.exchange.at_once import is_remote
 from smb.train.guards import Guards, Norm, RefusedContributionError, WorkerGuards
-from smb.train.join_locks import giving_back, keeping, setup_lock
+from smb.train.join_locks import keeping, setup_lock
 from smb.train.members import Member
 from smb.train.optimizers import OptimizerUsed
-from smb.train.parameters import Parameters
 from smb.train.scheme import Json, Scheme, Span, Values, is_whole, scheme_of
 from smb.train.time_spent import TimeSpent
 from smb.train.traits import ROUNDS
@@ -58,10 +53,7 @@ METADATA = "smb.train"
 # In the settings of a training with rounds: its number of slots. Releases that knew tables of t.SLOTS alone refuse a
 # training with this setting; they would decide its rounds in other columns. Trainings that they made lack it.
 _MEMBERS = "members"
-LEASE_S = 10.0
 BUILT, ATTEMPT = 1, 2  # flags in the table's word ROUND
-_PLACEMENT = {"servers", "stripe", "wire", "replicas"}
-_NAMED = 4  # buffers that a line of the log names at most
 # Bytes of an element.
 WIRE_BYTES = {"exact": 4.0, "bfloat16": 2.0, "float16": 2.0, "int8": 1 + 4 / 256, "int4": 0.5 + 4 / 64}
 
@@ -70,7 +62,6 @@ WIRE_BYTES = {"exact": 4.0, "bfloat16": 2.0, "float16": 2.0, "int8": 1 + 4 / 256
 PARTS = ("members", "tick", "next", "outer", "inbox", "host", "state")
 
 _log = logging.getLogger("smb")
-Made = TypeVar("Made")
 
 
 class GivenUpError(Error):
@@ -93,7 +84,7 @@ class Group:
         self.name = name
         self.weights = weights
         try:
-            self.scheme = _scheme_in(settings)
+            self.scheme = scheme_in(settings)
             self.guards = Guards(**settings["guards"])
             self.lease = float(settings["lease"])
         except (KeyError, TypeError, ValueError) as error:  # other programs may store any metadata
@@ -212,7 +203,7 @@ class Group:
             if self.made:
                 with setup_lock(self.client, self.name, self.weights.info.replicas) as setup:
                     if self.table.get(0, t.INCARNATIONS) == 1:
-                        return _undo(self.client, self.name, setup, sorted(self._names))
+                        return undo_making(self.client, self.name, setup, sorted(self._names))
         except Error as error:
             _log.warning("training %r: could not delete what a failed join has made: %s", self.name, error)
         return False
@@ -228,7 +219,7 @@ class Group:
             except Error as error:
                 _log.warning("training %r: could not leave it after a failed join: %s", self.name, error)
         if self.made:
-            _undo(self.client, self.name, setup)
+            undo_making(self.client, self.name, setup)
 
     def live(self, rows: t.Rows) -> list[int]:
         """Return the slots that are taken, in order."""
@@ -444,118 +435,18 @@ def wake(tick: Buffer, lease: float) -> int:
             return tick.publish(np.zeros(tick.size, np.int64), ttl=lease)
 
 
-def enter(
-    client: Client,
-    name: str,
-    parameters: Parameters,
-    scheme: Scheme | None,
-    guards: Guards | None,
-    lease: float | None,
-    run: Callable[[Group], Made],
-    *,
-    members: int | None = None,
-    **placement: Any,
-) -> Made:
-    """Take a slot in the group of that name, which is made from the present values if it does not exist. Return what
-    `run` returns for the group; run() is called under the setup lock and makes or opens all buffers that the member
-    needs. `members` is the number of slots of a group that is made; None: as many as the scheme takes.
-
-    scheme=None adopts the group's settings. The values stay as they are. Raises InvalidArgumentError, NotFoundError,
-    OutOfMemoryError; after an error nothing of this join remains.
-    """
-    _check_scheme(name, scheme)
-    replicas: int | None = placement.get("replicas")
-    copies = copies_of(client, name, replicas)
-    if scheme is None and copies is None:
-        raise _nobody(name)
-    with contextlib.ExitStack() as on_failure:
-        with keeping(client, f"{name}/setup", copies) as setup:
-            group = _opened(client, name)
-            if group is None:
-                if scheme is None:
-                    raise _nobody(name)
-                scheme.check(name, parameters)
-                check_lease(f"join of training {name!r}", lease)
-                settings = settings_of(scheme, guards or Guards(), LEASE_S if lease is None else lease, members)
-                group = _made(client, name, parameters, settings, placement, setup)
-            else:
-                _compare(group, scheme, guards, lease, replicas, placement.get("wire"))
-            if group.weights.size != parameters.size:
-                raise InvalidArgumentError(
-                    f"join of training {name!r}: this worker has {parameters.size} values, and the shared model "
-                    f"has {group.weights.size}; join with a model of that size, or take another name"
-                )
-            group.scheme.check(name, parameters)
-            try:
-                group.admit()
-            except BaseException:
-                group.undo(setup)
-                raise
-            # Called after the setup lock is released, because withdraw takes that lock.
-            on_failure.callback(group.withdraw)
-            made = run(group)
-        on_failure.pop_all()
-    return made
-
-
-@contextlib.contextmanager
-def deleting(client: Client, asked: str, name: str) -> Iterator[Callable[[], object]]:
-    """Keep other processes from making or joining the training or work units `name` while the block deletes them.
-
-    Yields a function to call right before each deletion by name: it raises LockLostError if another process may have
-    made them anew. Raises TimeoutError, which names the holder of the lock, if the lock can't be acquired: nothing was
-    deleted.
-    """
-    setup = setup_lock(client, name, copies_of(client, name, None))
-    with contextlib.ExitStack() as last:
-        check: Callable[[], object] = setup.check
-        try:
-            setup.acquire()
-        except DeadlineError as error:
-            raise DeadlineError(
-                f"{asked}: nothing was deleted, because another process is making, joining or deleting it; try again: "
-                f"{error}"
-            ) from error
-        except UnavailableError as error:
-            # A training with a part on a server that is gone for good must still be deletable. Joiners need the same
-            # lock, and can't get it either.
-            _log.warning("%s: deleting without its lock, because the lock's server is away: %s", asked, error)
-            check = _nothing_to_ask
-        else:
-            last.enter_context(giving_back(setup, asked))
-        try:
-            yield check
-        except LockLostError as error:
-            raise LockLostError(f"{asked} stopped half-way; call it again if it still exists: {error}") from error
-
-
-def _nothing_to_ask() -> None:
-    """The check of a deletion that has no lock."""
-
-
-@contextlib.contextmanager
-def room(name: str, scheme: Scheme, model_bytes: int) -> Iterator[None]:
-    """If servers have no room for buffers that the block makes, the error says how much memory the scheme takes."""
-    try:
-        yield
-    except OutOfMemoryError as error:
-        raise OutOfMemoryError(
-            f"join of training {name!r}: scheme {scheme.NAME!r} keeps copies of the model on the memory servers, "
-            f"{scheme.footprint()}, of {format_bytes(model_bytes)} each; {error}"
-        ) from error
-
-
 def view(client: Client, name: str, *, deleted: bool = False) -> Group:
     """Return a group to look at, without joining it. Raises NotFoundError. With deleted=True a group whose deletion has
     begun is returned too, as long as enough of it exists.
     """
-    group, ready = _found(client, name)
+    group, ready = found_of(client, name)
     if group is None or not ready or (ready == t.DELETED and not deleted):
-        raise _none(name)
+        raise missing(name)
     return group
 
 
-def _none(name: str) -> NotFoundError:
+def missing(name: str) -> NotFoundError:
+    """Return the error that says that there is no such training."""
     return NotFoundError(f"there is no training {name!r}; list the trainings with: smb train ls")
 
 
@@ -575,86 +466,9 @@ def shared(client: Client, name: str, out: Values | None = None) -> Values:
     return values
 
 
-def delete(client: Client, name: str) -> None:
-    """Delete a training: its group, all buffers under its name, and its work units.
-
-    Also deletes what is left of a training whose creation, load or deletion was interrupted. The next step() of its
-    workers raises NotFoundError ("training 'x' was deleted"), and their close() succeeds. Blocks for at most 30 s while
-    a process is joining. Raises NotFoundError and TimeoutError. Raises LockLostError if this process was stopped for so
-    long that another one may have made the training anew: call it again.
-
-    ```python
-    smb.train.delete(client, "run")
-    ```
-    """
-    if not leftovers(client, name):  # nothing exists, so no lock is made
-        view(client, name)
-    with deleting(client, f"delete of training {name!r}", name) as check:
-        group, ready = _found(client, name)
-        if group is not None and ready:
-            _delete(client, group, check)
-        elif not remove_leftovers(client, name, check):
-            raise _none(name)
-
-
-def _delete(client: Client, group: Group, check: Callable[[], object]) -> None:
-    """Delete a group. The caller holds the setup lock; `check` raises if it was lost."""
-    check()
-    # So that later errors about a missing buffer say that the training was deleted.
-    group.table.write(0, t.READY, np.array([t.DELETED]))
-    for each in _all_of(client, group.name):
-        check()
-        client.delete(each, missing_ok=True)
-
-
-def _own(name: str) -> list[str]:
+def own_buffers(name: str) -> list[str]:
+    """Return the names of a group's own buffers, in the order in which they are deleted."""
     return [f"{name}/tick", f"{name}/members", name]
-
-
-def _all_of(client: Client, name: str) -> list[str]:
-    """Return a group's buffers in the order in which they are deleted. The group's own buffers come last: if the
-    deletion stops half-way, they show that there is something to delete.
-    """
-    own = _own(name)
-    return [info.name for info in client.list() if info.name.startswith(f"{name}/") and info.name not in own] + own
-
-
-def clear(
-    client: Client,
-    name: str,
-    parameters: Parameters,
-    scheme: Scheme | None,
-    lease: float | None,
-    replicas: int | None = None,
-) -> None:
-    """Delete a group whose members are all dead, if it exists. The arguments are those with which it will be made anew.
-
-    Raises AlreadyExistsError if a member is alive, or died too recently to tell, and InvalidArgumentError if the group
-    could not be made anew with these arguments. Then nothing was deleted.
-    """
-    if scheme is None:
-        raise InvalidArgumentError(
-            f"join of training {name!r} with fresh=True needs a scheme; pass one, such as smb.train.DiLoCo(every=500); "
-            f"nothing was deleted"
-        )
-    _check_scheme(name, scheme)
-    scheme.check(name, parameters)
-    check_lease(f"join of training {name!r}", lease)
-    with setup_lock(client, name, copies_of(client, name, replicas)) as setup:
-        group = _opened(client, name)
-        if group is None:
-            return
-        rows = group.table.read().copy()
-        slots = list(members.live(rows))
-        dead = members.reap(client, name, group.table, group.lease, slots)
-        if alive := [slot for slot in slots if slot not in dead]:
-            row = rows[1 + alive[0]]
-            raise AlreadyExistsError(
-                f"join of training {name!r} with fresh=True: {len(alive)} of its workers are alive, or died less than "
-                f"{group.lease:g} s ago, one on {members.host_of(row)} (pid {int(row[t.PID])}); leave fresh= out to "
-                f"train with them, or take another name"
-            )
-        _delete(client, group, setup.check)
 
 
 def copies_of(client: Client, name: str, asked: int | None) -> int | None:
@@ -680,12 +494,12 @@ def settings_of(scheme: Scheme, guards: Guards, lease: float, members: int | Non
     return {"scheme": scheme.NAME, "settings": own, "guards": guards.settings(), "lease": lease}
 
 
-def _slots_of(settings: dict[str, Json], scheme: Scheme) -> int:
+def slots_of(settings: dict[str, Json], scheme: Scheme) -> int:
     """Return the number of slots of a new group with these settings."""
     return int(settings["settings"].get(_MEMBERS, t.SLOTS)) if scheme.traits.way == ROUNDS else scheme.MEMBERS_MAX
 
 
-def _scheme_in(settings: dict[str, Json]) -> Scheme:
+def scheme_in(settings: dict[str, Json]) -> Scheme:
     """Return the scheme of a group with these settings. Raises InvalidArgumentError, and KeyError, TypeError or
     ValueError if these are no group's settings.
     """
@@ -696,65 +510,13 @@ def _scheme_in(settings: dict[str, Json]) -> Scheme:
     return scheme_of(settings["scheme"], own)
 
 
-def leftovers(client: Client, name: str) -> list[str]:
-    """Return the buffers that remain of a training whose maker, loader or deleter died, in the order of their deletion;
-    [] if there are none. Call it only if no group of this name is ready.
-
-    If the group's own buffers exist, at least in part, all buffers below its name are returned, as when a training is
-    deleted, except those of other trainings below that name. If none of them exists, there may never have been a
-    training: then only buffers with the names of a training's parts are returned.
-    """
-    names = {info.name for info in client.list()}
-    own = [each for each in _own(name) if each in names]
-    under = [each for each in sorted(names) if each.startswith(f"{name}/") and each not in own]
-    if not own:
-        return [each for each in under if each.removeprefix(f"{name}/").split("/")[0] in PARTS]
-    others = [
-        each
-        for each in under
-        if {f"{each}/members", f"{each}/tick"} <= names
-        and not each.startswith(f"{name}/host/")
-        and _may_be_group(client, each)
-    ]
-    kept = tuple(f"{each}/" for each in others)
-    return [each for each in under if each not in others and not each.startswith(kept)] + own
-
-
-def _may_be_group(client: Client, name: str) -> bool:
-    try:
-        return METADATA in client.open(name).metadata
-    except NotFoundError:
-        return False
-    except Error:  # unknown, so the buffer is kept
-        return True
-
-
-def remove_leftovers(client: Client, name: str, check: Callable[[], object]) -> int:
-    """Delete what remains of a training of which no group is ready. Return the number of buffers. The caller holds the
-    setup lock. `check` raises if it was lost, because a process that was stopped meanwhile must not delete another's
-    new buffers.
-    """
-    left = leftovers(client, name)
-    for each in left:
-        check()
-        client.delete(each, missing_ok=True)
-    if left:
-        _log.warning(
-            "training %r: deleted %d buffers of a training whose creation, load or deletion was interrupted: %s",
-            name,
-            len(left),
-            ", ".join(left[:_NAMED]) + (", ..." if len(left) > _NAMED else ""),
-        )
-    return len(left)
-
-
-def _opened(client: Client, name: str) -> Group | None:
+def opened(client: Client, name: str) -> Group | None:
     """Return the group. None if there is none, or if the process that made or deleted it died half-way."""
-    group, ready = _found(client, name)
+    group, ready = found_of(client, name)
     return group if ready != t.DELETED and ready else None
 
 
-def _found(client: Client, name: str) -> tuple[Group | None, int]:
+def found_of(client: Client, name: str) -> tuple[Group | None, int]:
     """Return the group if all of its own buffers exist, and its word READY."""
     try:
         weights = client.open(name)
@@ -770,108 +532,16 @@ def _found(client: Client, name: str) -> tuple[Group | None, int]:
         return None, 0
 
 
-def _check_scheme(name: str, scheme: object) -> None:
-    if scheme is not None and not isinstance(scheme, Scheme):
-        raise InvalidArgumentError(
-            f"join of training {name!r}: scheme must be an object with its settings, such as "
-            f"smb.train.DiLoCo(every=500), not {scheme!r}; only smb.torch.join also takes a name"
-        )
-
-
-def check_placement(asked: str, placement: dict[str, Any]) -> None:
-    """Raise InvalidArgumentError for an option that does not say where a training's buffers lie."""
-    if foreign := placement.keys() - _PLACEMENT:
-        hint = "; overlap= is an option of smb.torch.join" if "overlap" in foreign else ""
-        raise InvalidArgumentError(
-            f"{asked}: unknown option {', '.join(sorted(foreign))}=; the options are "
-            f"{', '.join(sorted(_PLACEMENT))}{hint}"
-        )
-    check_replicas(asked, placement.get("replicas"))
-
-
-def check_lease(asked: str, lease: float | None) -> None:
-    """Raise InvalidArgumentError for a lease that is too short to be renewed, or too long to wait for."""
-    if lease is not None and not (math.isfinite(lease) and 0.05 <= lease <= 3600):
-        raise InvalidArgumentError(f"{asked}: lease must be from 0.05 to 3600 seconds, not {lease!r}")
-
-
-def _made(
-    client: Client, name: str, parameters: Parameters, settings: dict[str, Json], placement: dict[str, Any], setup: Lock
-) -> Group:
-    """Make the group. The caller holds the setup lock, so existing parts of the group were left
-    by a process that died.
-    """
-    remove_leftovers(client, name, setup.check)
-    metadata = {**placement.pop("metadata", {}), METADATA: settings}
-    scheme = _scheme_in(settings)
-    with room(name, scheme, 4 * parameters.size), contextlib.ExitStack() as on_failure:
-        on_failure.callback(_undo, client, name, setup)
-        weights = client.create(name, parameters.size, "float32", metadata=metadata, **placement)
-        copies = weights.info.replicas
-        client.create(f"{name}/tick", 1, "int64", servers=1, replicas=copies)
-        shape = (1 + _slots_of(settings, scheme), t.FIELDS)
-        rows = client.create(f"{name}/members", shape, "int64", servers=1, stripe=t.STRIPE, replicas=copies)
-        table = t.Table(rows)
-        parameters.store(weights)
-        table.add(0, t.READY, 1)
-        group = Group(client, name, weights, settings)
-        on_failure.pop_all()
-    group.made = True
-    return group
-
-
-def _undo(client: Client, name: str, setup: Lock, others: Iterable[str] = ()) -> bool:
+def undo_making(client: Client, name: str, setup: Lock, others: Iterable[str] = ()) -> bool:
     """Delete what a failed join made. Return True if it is gone. The caller holds the setup lock: if that was lost, the
     buffers may be another process's. A group without its table counts as half-made and without buffers of a scheme, so
     the scheme's buffers are deleted first.
     """
     try:
-        for each in (*others, *_own(name)):
+        for each in (*others, *own_buffers(name)):
             setup.check()
             client.delete(each, missing_ok=True)
     except Error as error:
         _log.debug("training %r: what a failed join has made may still be there: %s", name, error)
         return False
     return True
-
-
-def _nobody(name: str) -> NotFoundError:
-    return NotFoundError(
-        f"join of training {name!r}: there is no such training; the first worker must pass a scheme, as "
-        f'smb.train.DiLoCo(every=500), or scheme="diloco", every=500 for smb.torch.join; list the trainings with: '
-        f"smb train ls"
-    )
-
-
-def _compare(
-    group: Group,
-    scheme: Scheme | None,
-    guards: Guards | None,
-    lease: float | None,
-    replicas: int | None,
-    wire: str | None,
-) -> None:
-    """Raise InvalidArgumentError if a joiner asks for other settings than the group has."""
-    wanted: dict[str, Json] = {}
-    if scheme is not None:
-        wanted |= {"scheme": scheme.NAME} | {f"{scheme.NAME}.{key}": value for key, value in scheme.settings().items()}
-    if guards is not None:
-        wanted |= {f"guards.{key}": value for key, value in guards.settings().items()}
-    if lease is not None:
-        wanted["lease"] = float(lease)
-    if replicas is not None:
-        wanted["replicas"] = replicas
-    if wire is not None:
-        wanted["wire"] = wire
-    has: dict[str, Json] = {"scheme": group.scheme.NAME, "lease": group.lease}
-    has |= {"replicas": group.weights.info.replicas, "wire": group.weights.wire}
-    has |= {f"{group.scheme.NAME}.{key}": value for key, value in group.scheme.settings().items()}
-    has |= {f"guards.{key}": value for key, value in group.guards.settings().items()}
-    if wanted.get("scheme", has["scheme"]) != has["scheme"]:
-        wanted = {"scheme": wanted["scheme"]}
-    differing = [f"{key} is {has.get(key)!r}, not {value!r}" for key, value in wanted.items() if has.get(key) != value]
-    if differing:
-        raise InvalidArgumentError(
-            f"join of training {group.name!r}: it runs with other settings: {'; '.join(differing)}; "
-            f"leave these settings out to adopt the group's, or take another name"
-        )

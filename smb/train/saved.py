@@ -36,6 +36,8 @@ from smb.train import group as groups
 from smb.train import member_table as t
 from smb.train.exchange.closing import momentum_name, state_slot, step_name
 from smb.train.fragments import Span
+from smb.train.group_deletion import remove_leftovers
+from smb.train.group_making import check_lease, check_placement
 from smb.train.guards import Guards
 from smb.train.parameters import BLOCK_ELEMENTS
 from smb.train.progress import progress_of
@@ -131,7 +133,7 @@ def load(client: Client, name: str, path: str | os.PathLike[str], **placement: A
     smb.train.load(client, "copy", "run.smbtrain")  # 0: the round
     ```
     """
-    groups.check_placement(f"load of {path}", placement)
+    check_placement(f"load of {path}", placement)
     with os.fdopen(open_regular(path), "rb") as file:
         head = _head(file, str(path))
         fields, number = head.fields, int(head.fields["round"])
@@ -145,7 +147,7 @@ def load(client: Client, name: str, path: str | os.PathLike[str], **placement: A
         metadata = {**fields["metadata"], groups.METADATA: settings}
         saved = {"wire": fields.get("wire", "exact"), "replicas": fields.get("replicas", 1)}
         placement = {**saved, **{key: value for key, value in placement.items() if value is not None}}
-        groups.check_placement(f"load of {path}", placement)
+        check_placement(f"load of {path}", placement)
         with client.lock(f"{name}/setup", timeout=_LOCK_S, replicas=placement["replicas"]) as setup:
             with contextlib.suppress(NotFoundError):
                 groups.view(client, name)
@@ -334,7 +336,7 @@ def _checked(fields: dict[str, Any]) -> tuple[Scheme, Guards]:
     }
     if wrong := [name for name, fits in shapes.items() if not fits]:
         raise ValueError(f"its {wrong[0]} is {quoted(fields.get(wrong[0]))}")
-    groups.check_lease("the saved training", float(fields["lease"]))
+    check_lease("the saved training", float(fields["lease"]))
     if foreign := fields["guards"].keys() - Guards.__dataclass_fields__.keys():
         raise ValueError(f"there is no guard {quoted(min(foreign))}")
     return scheme_of(fields["scheme"], fields["settings"]), Guards(**fields["guards"])
@@ -404,7 +406,7 @@ def _make(
     is not ready.
     """
     fields, where = head.fields, head.extents
-    groups.remove_leftovers(client, name, setup.check)
+    remove_leftovers(client, name, setup.check)
     replicas = placement["replicas"]
 
     def new(buffer_name: str, *args: Any, **options: Any) -> Buffer:

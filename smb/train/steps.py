@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from smb.config import tracing
 from smb.errors import Error, InvalidArgumentError, NotFoundError
 from smb.train import member_table as t
-from smb.train.group import Group, room
+from smb.train.group import Group
+from smb.train.group_making import room
 from smb.train.guards import RefusedContributionError
 from smb.train.members import MembershipLostError
 from smb.train.parameters import Parameters

@@ -25,7 +25,8 @@ from smb.client import Client
 from smb.errors import AlreadyExistsError, DeadlineError, Error, InvalidArgumentError, NotFoundError
 from smb.train import member_table as t
 from smb.train import members
-from smb.train.group import deleting, wake
+from smb.train.group import wake
+from smb.train.group_deletion import deleting
 from smb.train.join_locks import keeping
 from smb.train.long_waits import LongWait
 from smb.train.members import Member, MembershipLostError

@@ -16,7 +16,8 @@ from smb.config.pickling import refuse_pickle
 from smb.errors import AlreadyExistsError
 from smb.train import member_table as t
 from smb.train.attempts import until_joined
-from smb.train.group import Group, check_placement, clear, enter
+from smb.train.group import Group
+from smb.train.group_making import check_placement, clear, enter
 from smb.train.guards import Guards
 from smb.train.membership import Membership
 from smb.train.parameters import ArrayParameters, Parameters, Values

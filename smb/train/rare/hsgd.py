@@ -15,11 +15,11 @@ import numpy as np
 from smb.config.settings import text_of
 from smb.daemon.failpoint import failpoint
 from smb.errors import Error, InvalidArgumentError, LockLostError, NotFoundError
-from smb.train import group as groups
 from smb.train import member_table as t
 from smb.train.bsp import BSP
 from smb.train.elastic import ElasticExchange
 from smb.train.exchange.elastic_force import Elastic, check_settings
+from smb.train.group_making import enter
 from smb.train.guards import RefusedContributionError
 from smb.train.parameters import ArrayParameters, Parameters
 from smb.train.scheme import Exchange, Footprint, Scheme
@@ -120,7 +120,7 @@ class HostExchange(Exchange):
         group.read(shared)
         start = ArrayParameters(shared, f"join of training {name!r}")
         copies = group.weights.info.replicas
-        self._host: Group = groups.enter(
+        self._host: Group = enter(
             group.client,
             name,
             start,
