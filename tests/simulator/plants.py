@@ -29,9 +29,9 @@ from smb.coordinator.events import (
 )
 from smb.coordinator.memserver_client import RunLiveness
 from smb.coordinator.moves.copy_maker import CopyMaker
+from smb.coordinator.registrations import Registrations
 from smb.coordinator.role_changes import RoleChanges
 from smb.coordinator.segment_maker import SegmentMaker
-from smb.coordinator.service import CoordinatorService
 from smb.coordinator.state import State, Step, delete
 from smb.coordinator.steps import copies, creation, names, servers, unexplained
 from smb.errors import NotFoundError
@@ -97,12 +97,12 @@ def unknown_dropped() -> Replaced:
 def list_before_copies() -> Replaced:
     """What a server's list lacks is lost, though copies were made since the list."""
 
-    async def asked_back(self: CoordinatorService, event: ServerRegistered) -> ServerRegistered:
+    async def asked_back(self: Registrations, event: ServerRegistered) -> ServerRegistered:
         records = self._commit_log.state.buffers.values()
         here = {copy.id for record in records for copy in record.copies if copy.server == event.server.name}
         return replace(event, missing=frozenset(here - event.held.keys()))
 
-    yield CoordinatorService, "_asked_back", asked_back
+    yield Registrations, "_asked_back", asked_back
 
 
 @plant

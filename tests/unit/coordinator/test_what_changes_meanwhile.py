@@ -15,7 +15,7 @@ from typing import Any, cast
 import grpc.aio
 import pytest
 
-from smb.coordinator import role_changes
+from smb.coordinator import registrations, role_changes
 from smb.coordinator import service as services
 from smb.coordinator.commit_log import CommitLog
 from smb.coordinator.dashboard.history import EventWatch
@@ -614,8 +614,8 @@ def test_a_server_with_hundreds_of_peers_can_register(tmp_path: Path, monkeypatc
             await register(log, "a", *names)
             service = service_of(log, Busy(living=1))
             made = registration(log.state, server("a", 2), frozenset())
-            monkeypatch.setattr(services, "deciding_peers", lambda *_: names)
-            assert await service._look_at_others(made) == frozenset(names)
+            monkeypatch.setattr(registrations, "deciding_peers", lambda *_: names)
+            assert await service._registrations._look_at_others(made) == frozenset(names)
             record = record_on(names)
             log.state = replace(log.state, buffers=log.state.buffers.changed([record]))
             assert await service._roles.unproven_copies({each.id for each in record.segments}) == frozenset()
@@ -669,9 +669,9 @@ def test_a_registration_names_the_first_server_that_does_not_answer(
             servers = Mute()
             service = service_of(log, servers)
             made = registration(log.state, server("a", 2), frozenset())
-            monkeypatch.setattr(services, "deciding_peers", lambda *_: names)
+            monkeypatch.setattr(registrations, "deciding_peers", lambda *_: names)
             with pytest.raises(UnavailableError, match=r'"s040", which has other copies .* does not answer'):
-                await service._look_at_others(made)
+                await service._registrations._look_at_others(made)
             assert len(servers.probed) < len(names)
 
     asyncio.run(work())
