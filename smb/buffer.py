@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NoReturn, TypeVar, cast
 
@@ -22,29 +20,23 @@ from smb.call.operands import check_beside, check_step, each_of
 from smb.call.optimizer_rules import hyper_of, rule_of
 from smb.call.session import FenceAsMade, Session
 from smb.call.settling import leave_to_settle, settle
-from smb.call.sync_requests import wait_ms
 from smb.call.versions import Versions
 from smb.config.limits import SPARSE_BYTES_MAX
 from smb.config.pickling import refuse_pickle
 from smb.engine import (
-    NOWHERE,
     SOURCES_MAX,
-    AskOpcode,
     Direct,
     EngineError,
     Opcode,
     Request,
     Status,
     Window,
-    address_of,
     direct,
     memory_of,
 )
 from smb.errors import (
-    DeadlineError,
     Error,
     InvalidArgumentError,
-    NotFoundError,
     TransportError,
 )
 from smb.feedback import ErrorFeedback, SparseSending
@@ -262,17 +254,17 @@ class Buffer(Indexed, Direct):
         it waits for it that long first.
         """
         number = self._arguments.wire(wire, "read")
-        offset, count, result, memory = self._sink(offset, count, out)
+        offset, count, result, memory = self._arguments.sink(offset, count, out)
         if version is not None:
-            self._check_version("read", version)
+            self._versions.check_number("read", version)
         if timeout != 0.0:
-            self._check_versions("read with timeout=")
-            self._await_published(version, timeout)
+            self._versions.check_kept("read with timeout=")
+            self._versions.await_published(version, timeout)
         if self._dispatcher.info.versions == 1:
             itemsize = self._arguments.itemsize
             self._dispatcher.call(Request(_READ, offset * itemsize, count * itemsize, sink=memory.pointer, wire=number))
         elif self._versions.read(offset, count, memory.pointer, number, version) == 0:
-            raise self._nothing_yet("read")
+            raise self._versions.none_yet("read")
         if memory.deliver is not None:
             memory.deliver()
         return cast(Array, result)
@@ -287,12 +279,12 @@ class Buffer(Indexed, Direct):
         published.read_version(latest)  # 1: the version that was read
         ```
         """
-        self._check_versions("read_version")
+        self._versions.check_kept("read_version")
         number = self._arguments.wire(wire, "read_version")
         memory = self._arguments.writable(out, self.size, "read_version")
         version = self._versions.read(0, self.size, memory.pointer, number)
         if version == 0:
-            raise self._nothing_yet("read_version")
+            raise self._versions.none_yet("read_version")
         if memory.deliver is not None:
             memory.deliver()
         return version
@@ -480,7 +472,7 @@ class Buffer(Indexed, Direct):
         next call's array.
         """
         if feedback is None:
-            request, result, _owner, deliver = self._addition(array, offset, op, scale, fetch, out, wire)
+            request, result, _owner, deliver = self._arguments.addition(array, offset, op, scale, fetch, out, wire)
             self._dispatcher.call(request, fence=fence)
             if deliver is not None:
                 deliver()
@@ -490,7 +482,7 @@ class Buffer(Indexed, Direct):
         self._check_feedback(feedback, op, "accumulate")
         owner = self._arguments.readable(array, "accumulate")
         offset, count = self._arguments.part(owner.shape, owner.count, offset, "accumulate")
-        result, sink, deliver = self._fetched(owner.shape, count, fetch, out)
+        result, sink, deliver = self._arguments.fetched(owner.shape, count, fetch, out)
         start, nbytes = offset * self._arguments.itemsize, count * self._arguments.itemsize
         if count == 0:
             self._dispatcher.call(Request(_ACCUMULATE, start, nbytes, sink=sink, op=number), fence=fence)
@@ -799,9 +791,9 @@ class Buffer(Indexed, Direct):
         Publishers that have no other copy wait for it, for at most `ttl` seconds (at most 30). Entering the block
         raises NotFoundError if that version is not there, or none is published yet.
         """
-        self._check_versions("pin")
+        self._versions.check_kept("pin")
         if version is not None:
-            self._check_version("pin", version)
+            self._versions.check_number("pin", version)
         return Pin(self.name, self._dispatcher.paths.homes()[0], self._read_slot, ttl, version)
 
     def publish(
@@ -862,12 +854,7 @@ class Buffer(Indexed, Direct):
         published.wait(2, timeout=60)  # 2: the latest version
         ```
         """
-        asked = self._arguments.asked(f"wait for version {version}")
-        if not 0 <= operator.index(version) < 2**63 or (timeout is not None and timeout < 0):
-            raise InvalidArgumentError(f"{asked}: version and timeout={timeout!r} must not be negative")
-        home = self._dispatcher.paths.homes()[0]
-        late = f"not published within {timeout or 0:g} s; nothing was done"
-        return home.ask(asked, AskOpcode.AWAIT_VERSION, 0, (version, wait_ms(timeout)), wait=timeout, late=late).a
+        return self._versions.wait(version, timeout)
 
     def settle(self, error: BaseException, *, timeout: float | None = None) -> list[range]:
         """Find out what became of a call of this buffer that raised `error`. Afterwards `error.outcome` says it.
@@ -973,7 +960,7 @@ class Buffer(Indexed, Direct):
 
         try:
             number = self._arguments.wire(wire, "read")
-            start, elements, result, memory = self._sink(offset, count, out)
+            start, elements, result, memory = self._arguments.sink(offset, count, out)
         except InvalidArgumentError:
             return self._submit(call, offset, count, changes=False, **when)  # the call raises the error
         if memory.deliver is not None:
@@ -1025,41 +1012,12 @@ class Buffer(Indexed, Direct):
         if feedback is not None:
             return self._submit(call, offset, _elements(array), **when)
         try:
-            request, result, owner, deliver = self._addition(array, offset, op, scale, fetch, out, wire)
+            request, result, owner, deliver = self._arguments.addition(array, offset, op, scale, fetch, out, wire)
             if deliver is None:
                 return self._dispatcher.later(request, call, result=result, keeps=owner, fence=fence, **when)
         except InvalidArgumentError:
             pass  # the call below raises the error
         return self._submit(call, offset, _elements(array), **when)
-
-    def _addition(
-        self, array: Any, offset: int | None, op: str, scale: float, fetch: bool, out: Any, wire: str | None
-    ) -> tuple[Request, Any, Any, Callable[[], object] | None]:
-        """Return (request, array to return, owner of the array's memory, function to call when it is done)."""
-        number = self._arguments.op(op, scale, "accumulate")
-        wires = self._arguments.wire(wire, "accumulate")
-        pointer, offset, count, owner = self._arguments.source(array, offset, "accumulate")
-        result, sink, deliver = self._fetched(owner.shape, count, fetch, out)
-        start, nbytes = offset * self._arguments.itemsize, count * self._arguments.itemsize
-        if out is not None and abs(address_of(sink) - address_of(pointer)) < nbytes:
-            # After a broken connection the answer would be sent in place of the array.
-            raise InvalidArgumentError(
-                f"{self._arguments.asked('accumulate')}: out= must not share memory with the array"
-            )
-        request = Request(_ACCUMULATE, start, nbytes, pointer, sink, op=number, scale=scale, wire=wires)
-        return request, result, owner, deliver
-
-    def _fetched(
-        self, shape: tuple[int, ...], count: int, fetch: bool, out: Any
-    ) -> tuple[Any, Any, Callable[[], object] | None]:
-        """Return (array to return, its pointer, its `deliver`) for the values that fetch=True brings back."""
-        if out is not None and not fetch:
-            raise InvalidArgumentError(f"{self._arguments.asked('accumulate')}: out= needs fetch=True")
-        if not fetch:
-            return None, NOWHERE, None
-        result = np.empty(shape, self.dtype) if out is None else out
-        memory = self._arguments.writable(result, count, "accumulate")
-        return result, memory.pointer, memory.deliver
 
     def _submit(
         self,
@@ -1104,43 +1062,10 @@ class Buffer(Indexed, Direct):
                 f"{feedback.buffer.name!r}; make an ErrorFeedback of this buffer"
             )
 
-    def _check_versions(self, call: str) -> None:
-        if self._dispatcher.info.versions == 1:
-            raise InvalidArgumentError(
-                f"{self._arguments.asked(call)}: the buffer keeps one version; create it with versions=2"
-            )
-
-    def _check_version(self, call: str, version: int) -> None:
-        self._check_versions(call)
-        if not 0 <= operator.index(version) < 2**56:
-            raise InvalidArgumentError(
-                f"{self._arguments.asked(call)}: version must be between 0 and 2**56 - 1, not {version}"
-            )
-
-    def _nothing_yet(self, call: str) -> NotFoundError:
-        return NotFoundError(
-            f"{self._arguments.asked(call)}: nothing is published yet; wait(1) waits for the first version, "
-            f"and so does read(timeout=)"
-        )
-
-    def _await_published(self, version: int | None, timeout: float) -> None:
-        """Wait at most `timeout` seconds until there is a version, or the given one. Never raises: the read says what
-        is missing.
-        """
-        with suppress(DeadlineError):
-            self.wait(max(1, version or 1), timeout=timeout)
-
-    def _sink(self, offset: int, count: int | None, out: Any) -> tuple[int, int, Any, arrays.Memory]:
-        """Return (offset, count, array to return, its memory) of a read."""
-        whole = offset == 0 and count is None
-        offset, count = self._arguments.range(offset, self.size if whole else count, "read")
-        result = np.empty(self.shape if whole else (count,), self.dtype) if out is None else out
-        return offset, count, result, self._arguments.writable(result, count, "read")
-
     def _read_slot(self, version: int, offset: int, count: int | None, out: Any, wire: str | None) -> Array | None:
         """Read that version; None if a publisher has begun to overwrite it."""
         number = self._arguments.wire(wire, "read")
-        offset, count, result, memory = self._sink(offset, count, out)
+        offset, count, result, memory = self._arguments.sink(offset, count, out)
         if not self._versions.read_slot(version, offset, count, memory.pointer, number):
             return None
         if memory.deliver is not None:

@@ -12,7 +12,7 @@ from smb import engine
 from smb.arrays import memory as arrays
 from smb.arrays.dtypes import ATOMIC, BITS, DTYPES, OPS, WIRES, Dtype
 from smb.buffer_info import BufferInfo
-from smb.engine import Request, memory_of
+from smb.engine import NOWHERE, Opcode, Request, address_of, memory_of
 from smb.errors import InvalidArgumentError
 
 
@@ -218,3 +218,37 @@ class Arguments:
                 f"scales that a double holds exactly"
             )
         return OPS[op]
+
+    def sink(self, offset: int, count: int | None, out: Any) -> tuple[int, int, Any, arrays.Memory]:
+        """Return (offset, count, array to return, its memory) of a read."""
+        whole = offset == 0 and count is None
+        offset, count = self.range(offset, self.size if whole else count, "read")
+        result = np.empty(self.info.shape if whole else (count,), self.info.dtype) if out is None else out
+        return offset, count, result, self.writable(result, count, "read")
+
+    def addition(
+        self, array: Any, offset: int | None, op: str, scale: float, fetch: bool, out: Any, wire: str | None
+    ) -> tuple[Request, Any, Any, Callable[[], object] | None]:
+        """Return (request of an accumulate, array to return, owner of the array's memory, function to call then)."""
+        number = self.op(op, scale, "accumulate")
+        wires = self.wire(wire, "accumulate")
+        pointer, offset, count, owner = self.source(array, offset, "accumulate")
+        result, sink, deliver = self.fetched(owner.shape, count, fetch, out)
+        start, nbytes = offset * self.itemsize, count * self.itemsize
+        if out is not None and abs(address_of(sink) - address_of(pointer)) < nbytes:
+            # After a broken connection the answer would be sent in place of the array.
+            raise InvalidArgumentError(f"{self.asked('accumulate')}: out= must not share memory with the array")
+        request = Request(Opcode.ACCUMULATE, start, nbytes, pointer, sink, op=number, scale=scale, wire=wires)
+        return request, result, owner, deliver
+
+    def fetched(
+        self, shape: tuple[int, ...], count: int, fetch: bool, out: Any
+    ) -> tuple[Any, Any, Callable[[], object] | None]:
+        """Return (array to return, its pointer, its `deliver`) for the values that fetch=True brings back."""
+        if out is not None and not fetch:
+            raise InvalidArgumentError(f"{self.asked('accumulate')}: out= needs fetch=True")
+        if not fetch:
+            return None, NOWHERE, None
+        result = np.empty(shape, self.info.dtype) if out is None else out
+        memory = self.writable(result, count, "accumulate")
+        return result, memory.pointer, memory.deliver

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import operator
 import threading
 import time
 from bisect import bisect_right
@@ -20,6 +21,7 @@ from smb.errors import (
     UNKNOWN,
     DeadlineError,
     Error,
+    InvalidArgumentError,
     LockLostError,
     NotFoundError,
 )
@@ -141,6 +143,44 @@ class Versions:
             latest, slot = reply.a, reply.b - 1
         there = slot < self._calls.info.versions and (version == LATEST or version <= latest)
         return latest, slot if there else -1
+
+    def check_kept(self, call: str) -> None:
+        """Raise InvalidArgumentError if the buffer keeps one version only."""
+        if self._calls.info.versions == 1:
+            raise InvalidArgumentError(
+                f"{self._arguments.asked(call)}: the buffer keeps one version; create it with versions=2"
+            )
+
+    def check_number(self, call: str, version: int) -> None:
+        """Raise InvalidArgumentError if that is no number of a version."""
+        self.check_kept(call)
+        if not 0 <= operator.index(version) < 2**56:
+            raise InvalidArgumentError(
+                f"{self._arguments.asked(call)}: version must be between 0 and 2**56 - 1, not {version}"
+            )
+
+    def none_yet(self, call: str) -> NotFoundError:
+        """Return the error of a call that needs a version, before the first one."""
+        return NotFoundError(
+            f"{self._arguments.asked(call)}: nothing is published yet; wait(1) waits for the first version, "
+            f"and so does read(timeout=)"
+        )
+
+    def await_published(self, version: int | None, timeout: float) -> None:
+        """Wait at most `timeout` seconds until there is a version, or the given one. Never raises: the read says what
+        is missing.
+        """
+        with contextlib.suppress(DeadlineError):
+            self.wait(max(1, version or 1), timeout)
+
+    def wait(self, version: int, timeout: float | None) -> int:
+        """Wait until that version or a later one is published, and return the latest. Raises DeadlineError."""
+        asked = self._arguments.asked(f"wait for version {version}")
+        if not 0 <= operator.index(version) < 2**63 or (timeout is not None and timeout < 0):
+            raise InvalidArgumentError(f"{asked}: version and timeout={timeout!r} must not be negative")
+        home = self._calls.paths.homes()[0]
+        late = f"not published within {timeout or 0:g} s; nothing was done"
+        return home.ask(asked, AskOpcode.AWAIT_VERSION, 0, (version, wait_ms(timeout)), wait=timeout, late=late).a
 
     def held(self) -> tuple[int, ...]:
         """Return the versions that can be read now, in order. Blocks for one question to the home for each."""
