@@ -12,6 +12,7 @@ from tests.support.walls import ROOMS_OF_C, ROOT, circles, lines, reach_ins, roo
 # Only ever lowered.
 REACH_INS_MAX = 11
 CIRCLES_MAX, CIRCLES_OF_TYPES_MAX = 0, 5
+CORE_LINES_MAX = 50_000
 
 ROOMS = {
     "files", "RDMA", "dashboard", "data", "etcd", "plan", "overlap", "demo", "integrations", "rare schemes", "bench",
@@ -62,6 +63,11 @@ def test_circles_grow_fewer() -> None:
     pytest.importorskip("grimp", reason="import-linter")
     assert len(circles(of_types=False)) <= CIRCLES_MAX
     assert len(circles(of_types=True)) <= CIRCLES_OF_TYPES_MAX
+
+
+def test_the_core_is_small() -> None:
+    """Whoever changes how a read, a round or a role works reads the core; what only some users need is in rooms."""
+    assert lines()["core"] <= CORE_LINES_MAX
 
 
 def test_every_room_says_what_it_is() -> None:
