@@ -263,7 +263,29 @@ def become(request: dict[str, Any]) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     module, *arguments = request["words"]
     sys.argv[:] = [module, *arguments]
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except SystemExit as leaving:
+        if not isinstance(leaving.code, int | None):
+            raise
+        _leave(leaving.code or 0)
+    _leave(0)
+
+
+def _leave(code: int) -> None:
+    """End as Python does, but keep its modules: taking them down writes to all memory that a fork shares, which is
+    more work than a daemon's start. The long form does that, too, and so do programs.
+    """
+    if os.environ.get("SMB_LONG"):
+        sys.exit(code)
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except (OSError, ValueError):
+        sys.exit(code)  # Python has a code for that
+    os._exit(code)
 
 
 def _arm_late() -> None:
