@@ -30,6 +30,9 @@ hypothesis.settings.load_profile("busy")
 # Processes that tests start end with the tests, also if these are killed.
 os.environ[OWNER_VARIABLE] = str(os.getpid())
 
+# PyTorch's threads sleep while there is nothing to do. By default they wait in loops, which other tests' processes pay.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 Connect = Callable[..., smb.Client]
 
 # The files that take longest begin in the first half: one that began last would keep a single process busy at the end.
