@@ -43,7 +43,8 @@ _STEMS_MAX = 8
 _DESCRIPTORS_MAX = 5  # the output, that for errors, and what a daemon holds
 _POLL_S = 0.005
 _POINT = ("SMB_FAILPOINT", "SMB_FAILPOINTS_ALLOWED")
-_FREE = (OWNER_VARIABLE, "SMB_COORDINATOR", "PYTEST_CURRENT_TEST", "COLUMNS", *_POINT)  # variables that are read when needed
+# Variables that are read when needed.
+_FREE = (OWNER_VARIABLE, "SMB_COORDINATOR", "PYTEST_CURRENT_TEST", "COLUMNS", *_POINT)
 _NEVER = {"SMB_ENGINE_FAILPOINT"}  # each such daemon is another one
 
 
