@@ -29,11 +29,14 @@ Value = TypeVar("Value")
 
 
 def wait_for(condition: Callable[[], Value], what: str, deadline_s: float = DEADLINE_S) -> Value:
-    """Return the condition's first true value; fail the test after the deadline."""
-    end = time.monotonic() + deadline_s
+    """Return the condition's first true value; fail the test after the deadline. The longer it takes, the less often it
+    looks: most conditions are a call or a command.
+    """
+    began = time.monotonic()
     while not (value := condition()):
-        assert time.monotonic() < end, f"no {what} within {deadline_s:g} s"
-        time.sleep(0.01)
+        waited = time.monotonic() - began
+        assert waited < deadline_s, f"no {what} within {deadline_s:g} s"
+        time.sleep(min(max(waited / 20, 0.01), 0.05))
     return value
 
 
