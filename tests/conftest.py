@@ -6,6 +6,7 @@ import functools
 import gc
 import os
 from collections.abc import Callable, Generator, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ import pytest
 import smb
 import smb.cluster
 from smb.config.parse import OWNER_VARIABLE
+from smb.rpc.coordinator_client import Coordinator
 from smb.security.credentials import VARIABLES as CREDENTIALS_VARIABLES
+from smb.security.credentials import find as find_credentials
 from tests.support import stem
 from tests.support.daemons import keep_port
 from tests.support.transports import EACH_WAY, SLOWNESS
@@ -51,7 +54,9 @@ LONG_FILES = (
     "fault/test_coordinator_kills.py",
 )
 
-_shared: list[smb.LocalCluster] = []  # the cluster of this worker, once there is one
+# By its address, the coordinator of this worker's cluster, once there is one. A client that looks at what a test left
+# would be a session more for each test.
+_shared: dict[str, Coordinator] = {}
 
 
 @pytest.fixture(autouse=True)
@@ -73,22 +78,26 @@ def cluster() -> Iterator[smb.LocalCluster]:
     """Three memory servers of 64 MiB, for all files of a worker. A test deletes what it creates, and kills none of
     them.
     """
-    with smb.LocalCluster(servers=3, capacity="64MiB") as running:
-        _shared.append(running)
+    with smb.LocalCluster(servers=3, capacity="64MiB") as running, closing(Coordinator(running.address)) as coordinator:
+        _shared[running.address] = coordinator
         yield running
         _shared.clear()
+
+
+def _delete_all(coordinator: Coordinator) -> list[str]:
+    """Delete the buffers of a cluster; return their names."""
+    left = [buffer.name for buffer in coordinator.list_buffers(10.0 * SLOWNESS)]
+    for name in left:
+        coordinator.delete_buffer(name, True, 10.0 * SLOWNESS)
+    return left
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _nothing_is_left() -> Iterator[None]:
     """What a file leaves in the cluster is seen by the tests of another one, which it is depends on the order."""
     yield
-    for running in _shared:
-        with smb.connect(running.address) as client:
-            left = [buffer.name for buffer in client.list()]
-            for name in left:
-                client.delete(name, missing_ok=True)
-        assert not left, "this file leaves buffers in the workers' cluster"
+    for coordinator in _shared.values():
+        assert not _delete_all(coordinator), "this file leaves buffers in the workers' cluster"
 
 
 @pytest.fixture
@@ -103,9 +112,11 @@ def connect(cluster: smb.LocalCluster) -> Iterator[Connect]:
         return clients[-1]
 
     yield make
-    with smb.connect(cluster.address) as last:
-        for buffer in last.list():
-            last.delete(buffer.name, missing_ok=True)
+    if cluster.address in _shared:
+        _delete_all(_shared[cluster.address])
+    else:
+        with closing(Coordinator(cluster.address, find_credentials())) as coordinator:
+            _delete_all(coordinator)
     for client in clients:
         client.close()
 
@@ -133,7 +144,6 @@ def pytest_collection_finish() -> None:
     frozen is not found, so the first example comes before.
     """
     _first_example()
-    gc.collect()
     gc.freeze()
 
 
