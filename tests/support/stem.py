@@ -16,13 +16,14 @@ import json
 import os
 import resource
 import runpy
+import select
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -101,12 +102,13 @@ class Forked:
 
     def wait(self, timeout: float | None = None) -> int:
         """Wait for it; return the exit code. Raises subprocess.TimeoutExpired."""
-        end = None if timeout is None else time.monotonic() + timeout
+        if self.poll() is None:
+            with _ended(self.pid) as ended:
+                if not ended.poll(None if timeout is None else max(0, 1000 * timeout)):
+                    assert timeout is not None
+                    raise subprocess.TimeoutExpired(self.args, timeout)
         while (code := self.poll()) is None:
-            if end is not None and time.monotonic() > end:
-                assert timeout is not None
-                raise subprocess.TimeoutExpired(self.args, timeout)
-            time.sleep(_POLL_S)
+            time.sleep(_POLL_S)  # between its last thread's end and its own
         return code
 
     def send_signal(self, number: int) -> None:
@@ -121,6 +123,17 @@ class Forked:
     def kill(self) -> None:
         """Send SIGKILL."""
         self.send_signal(signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def _ended(pid: int) -> Iterator[select.poll]:
+    """Yield what becomes ready when a process ends: asking its stem again and again would take the processor."""
+    descriptor, waiting = os.pidfd_open(pid), select.poll()
+    try:
+        waiting.register(descriptor, select.POLLIN)
+        yield waiting
+    finally:
+        os.close(descriptor)
 
 
 class _Stem:
@@ -321,7 +334,8 @@ def _main() -> None:
     for module in WHEN_RUN:
         with contextlib.suppress(ImportError):
             __import__(module)
-    _make_memservers_options()
+    if "memserver.cli" in modules:
+        _make_memservers_options()
     for module in MODULES:
         sys.modules.pop(module, None)  # it runs as __main__
     assert len(list(Path("/proc/self/task").iterdir())) == 1, f"{modules} start threads"
