@@ -452,6 +452,12 @@ class Engine:
         lib.smb_server_feed_why(self._server, segment_id, why)
         return str(ffi.string(why).decode())
 
+    def forget_ends(self) -> None:
+        """Let segments without a role take roles of earlier epochs than the one in which theirs was ended, but later
+        ones than they had.
+        """
+        _check(lib.smb_server_forget_ends(self._server), "forget when roles were ended")
+
     def held(self) -> dict[int, FoundSegment]:
         """Return all segments that this server holds, by id."""
         most, found = 0, 64

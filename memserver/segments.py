@@ -139,12 +139,14 @@ class Segments:
 
         With another term than before, dropped segments may be made again, in any epoch. They were refused because a
         creation may come late. A coordinator whose records were restored may have them again, and counts epochs from
-        those records. A late creation of its predecessor has no data.
+        those records. A late creation of its predecessor has no data. For the same reason segments without a role take
+        roles of earlier epochs than the one in which theirs was ended.
         """
         with self._lock:
             self._listed = False
             if term == self._term:
                 return
+            self._engine.forget_ends()
             self._dropped.clear()
             self._terms_left.pop(term, None)
             if self._term:

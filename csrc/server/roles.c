@@ -135,9 +135,8 @@ static void stop_following(struct segment_bundle *bundle, uint32_t epoch, int ro
     bundle_release_members(members, count);
 }
 
-/* Ends a role whose members were all deleted, if a segment that it had left out gets a newer role
- * than it ever had: records that were restored may know of no later epoch. */
-static void end_role_of_nobody(struct segment_bundle *bundle, uint32_t epoch)
+/* Returns the last epoch in which a segment of the bundle had a role. */
+static uint32_t last_role_of_members(struct segment_bundle *bundle)
 {
     struct smb_segment *members[BUNDLE_MEMBERS_MAX];
     int count = bundle_hold_members(bundle, members);
@@ -148,12 +147,43 @@ static void end_role_of_nobody(struct segment_bundle *bundle, uint32_t epoch)
         newest = of_role > newest ? of_role : newest;
     }
     bundle_release_members(members, count);
+    return newest;
+}
+
+/* Ends a role whose members were all deleted, if a segment that it had left out gets a newer role
+ * than it ever had: records that were restored may know of no later epoch. */
+static void end_role_of_nobody(struct segment_bundle *bundle, uint32_t epoch)
+{
+    uint32_t newest = last_role_of_members(bundle);
     if (newest == 0 || newest >= epoch)
         return;
     if (atomic_load_explicit(&bundle->role, memory_order_relaxed) == SMB_REPLICA_BACKUP)
         stop_following(bundle, newest, SMB_REPLICA_NONE);
     else
         take_role(bundle, newest, SMB_REPLICA_NONE, false, false, "");
+}
+
+static void forget_end(void *unused, struct smb_segment *segment)
+{
+    (void)unused;
+    struct replica *replica = replica_at(segment);
+    if (!replica)
+        return;
+    struct segment_bundle *bundle = replica->bundle;
+    uint32_t newest = last_role_of_members(bundle);
+    pthread_mutex_lock(&bundle->lock);
+    if (atomic_load_explicit(&bundle->role, memory_order_relaxed) == SMB_REPLICA_NONE &&
+        newest < atomic_load_explicit(&bundle->epoch, memory_order_relaxed))
+        atomic_store_explicit(&bundle->epoch, newest, memory_order_release);
+    pthread_mutex_unlock(&bundle->lock);
+}
+
+int smb_server_forget_ends(struct smb_server *server)
+{
+    pthread_mutex_lock(&server->roles_lock);
+    int status = server_each_segment(server, forget_end, NULL);
+    pthread_mutex_unlock(&server->roles_lock);
+    return status;
 }
 
 int smb_server_set_replica(struct smb_server *server, uint64_t id, uint32_t epoch, int role,

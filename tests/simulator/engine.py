@@ -254,6 +254,12 @@ class Engine:
         if role != NONE and bundle.epoch == epoch and bundle.role == role:
             memory.epoch, memory.whole = epoch, role == PRIMARY or not copying
 
+    def forget_ends(self) -> None:
+        """See memserver.engine."""
+        for bundle in self._bundles.values():
+            if bundle.role == NONE and bundle.members:
+                bundle.epoch = max(self._host.segments[member].epoch for member in bundle.members)
+
     def _take_role(self, bundle: _Bundle, epoch: int, role: int, peer: str, copying: bool) -> None:
         paired = role == PRIMARY and bool(peer)
         if role == PRIMARY or copying:

@@ -487,6 +487,31 @@ static void a_member_outlives_a_role_of_others(void)
     stop(&pair);
 }
 
+/* Its role was ended in a later epoch than the restored records have: they are obeyed by a server
+ * that takes no roles from their predecessor any more. Roles that it had already are ignored. */
+static void roles_that_ended_are_forgotten(void)
+{
+    struct pair pair;
+    start(&pair);
+    for (int i = 0; i < 2; i++) {
+        struct smb_server *server = pair.servers[i];
+        CHECK_EQ(smb_server_set_replica(server, ID, 2, SMB_REPLICA_PRIMARY, false, false, ""),
+                 SMB_OK);
+        CHECK_EQ(smb_server_set_replica(server, ID, 6, SMB_REPLICA_NONE, false, false, ""), SMB_OK);
+        lead(server, ID, 3);
+        check_held(server, ID, 2, SMB_REPLICA_NONE);
+        CHECK_EQ(smb_server_forget_ends(server), SMB_OK);
+        lead(server, ID, 1);
+        check_held(server, ID, 2, SMB_REPLICA_NONE);
+        lead(server, ID, 3);
+        check_held(server, ID, 3, SMB_REPLICA_PRIMARY);
+        CHECK_EQ(smb_server_forget_ends(server), SMB_OK);
+        lead(server, ID, 2);
+        check_held(server, ID, 3, SMB_REPLICA_PRIMARY);
+    }
+    stop(&pair);
+}
+
 /* A state that does not move with the weights is refused, because a backup would not make the step
  * in it. A member with another chunk size is refused, and one too many. */
 static void what_is_refused(void)
@@ -576,6 +601,7 @@ int main(void)
         TEST(a_backup_that_refuses_counts_as_broken),
         TEST(a_role_is_the_bundles),
         TEST(a_member_outlives_a_role_of_others),
+        TEST(roles_that_ended_are_forgotten),
         TEST(what_is_refused),
     };
     return RUN_TESTS(tests);

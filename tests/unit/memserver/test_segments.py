@@ -15,7 +15,7 @@ import pytest
 from memserver.engine import Engine, SegmentForm
 from memserver.memory_dir import MemoryDirectory
 from memserver.recovery import recover
-from memserver.replication import BACKUP, PRIMARY
+from memserver.replication import BACKUP, NONE, PRIMARY
 from memserver.segments import FOR_GOOD, NotRegisteredError, Segments
 from smb import errors
 from smb.daemon.host_memory import file_system_of
@@ -156,6 +156,22 @@ def test_only_the_coordinator_of_the_last_registration_drops(tmp_path: Path, lea
     assert len(files(tmp_path)) == 1
     run.segments.drop(FORM.id, term=present)
     assert files(tmp_path) == []
+
+
+def test_another_term_may_give_a_role_that_was_ended_later(tmp_path: Path, leaving: ExitStack) -> None:
+    """Records that were restored count epochs on from old ones: nobody could read the segment as long as this server
+    ran.
+    """
+    run = Run(tmp_path, leaving)
+    run.segments.registered(5)
+    run.segments.create(FORM, replicate=lambda: run.engine.set_replica(FORM.id, 2, PRIMARY, ""))
+    run.engine.set_replica(FORM.id, 6, NONE, "")
+    for term, leads in ((5, False), (6, True)):
+        run.segments.registered(term)
+        run.engine.set_replica(FORM.id, 3, PRIMARY, "")
+        held = run.engine.holds(FORM.id)
+        assert held is not None
+        assert held.primary is leads
 
 
 def test_a_term_that_has_come_back_may_drop_again(tmp_path: Path, leaving: ExitStack) -> None:
