@@ -336,6 +336,7 @@ def _answer(context: grpc.ServicerContext, act: Callable[[], Reply]) -> Reply:
     try:
         return act()
     except Error as error:
-        _log.warning("refused: %s", error)
+        # Each restart of the coordinator has some of the first kind, which it asks for again.
+        _log.log(logging.INFO if isinstance(error, NotRegisteredError) else logging.WARNING, "refused: %s", error)
         context.abort(_CODES.get(type(error), grpc.StatusCode.UNAVAILABLE), str(error))
     raise AssertionError("abort returns to nobody")

@@ -88,7 +88,7 @@ class Segments:
         with self._lock:
             self._lock.wait_for(lambda: form.id not in self._busy)
             if anew:
-                self._check_registered(term)
+                self._check_registered(term, destroys=True)
             held = self._held.get(form.id)
             known = max(self._dropped.get(form.id, 0), held.epoch if anew and held is not None else 0)
             if form.epoch <= known and held != form:
@@ -164,14 +164,17 @@ class Segments:
                 raise NotRegisteredError(f"the coordinator of term {term:016x} leads no more")
 
     def check_registered(self, term: int) -> None:
-        """As check_not_left, also for a term with which this server has not registered yet, and while it registers. 0:
-        of a coordinator that does not name its term.
+        """As check_not_left, also for a term with which this server has not registered yet. 0: of a coordinator that
+        does not name its term.
         """
         with self._lock:
             self._check_registered(term)
 
-    def _check_registered(self, term: int) -> None:
-        if term != 0 and (term != self._term or self._listed):
+    def _check_registered(self, term: int, *, destroys: bool = False) -> None:
+        """`destroys`: it is refused while this server registers, too. Roles are not: a coordinator may be about to
+        have a copy count as whole.
+        """
+        if term != 0 and (term != self._term or (destroys and self._listed)):
             raise NotRegisteredError(f"this server is not registered with the coordinator of term {term:016x} now")
 
     def drop(self, segment_id: int, epoch: int = FOR_GOOD, ground: Ground = Ground.UNKNOWN, term: int = 0) -> None:
@@ -181,7 +184,7 @@ class Segments:
         """
         with self._lock:
             self._lock.wait_for(lambda: segment_id not in self._busy)
-            self._check_registered(term)
+            self._check_registered(term, destroys=True)
             held = self._held.get(segment_id)
             if held is not None and held.epoch > epoch:
                 return
@@ -204,7 +207,7 @@ class Segments:
         It may be made again, also in the same epoch. Returns whether it was dropped. `term`: as in drop.
         """
         with self._lock:
-            self._check_registered(term)
+            self._check_registered(term, destroys=True)
             if self._held.get(seen.id) is not seen or seen.epoch > epoch:
                 return False
             if why := self._why_not(seen.id, Ground.SUPERSEDED, epoch - 1):
@@ -281,7 +284,7 @@ class Segments:
         """Retire the idle ones of these segments: they answer no more requests. Return their locks' last tokens by
         id. `term`: as in drop."""
         with self._lock:
-            self._check_registered(term)
+            self._check_registered(term, destroys=True)
             there = [segment_id for segment_id in segment_ids if segment_id in self._held]
         tokens: dict[int, int] = {}
         for segment_id in there:

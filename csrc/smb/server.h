@@ -160,9 +160,9 @@ int smb_server_create_replica(struct smb_server *server, const char *path, uint6
  * name is too long. */
 int smb_server_set_replica(struct smb_server *server, uint64_t id, uint32_t epoch, int role,
                            bool paired, bool copying, const char *peer);
-/* Has each bundle without a role take the next one that is newer than what its segments had, also if
- * its role was ended in a later epoch: the records that the coordinator has now may be older. The
- * caller takes no roles any more from the coordinator that ended it. SMB_OUT_OF_MEMORY. */
+/* Has each bundle without a role take the next one that is newer than what its segments had, even
+ * if its role was ended in a later epoch: the records that the coordinator has now may be older.
+ * The caller takes no roles any more from the coordinator that ended it. SMB_OUT_OF_MEMORY. */
 int smb_server_forget_ends(struct smb_server *server);
 /* Sends about `bytes` more bytes of a bundle to its new backup. Call it for any one member; for the
  * other members it only reports their progress. SMB_OK: *copied of *total bytes of this segment
