@@ -482,6 +482,10 @@ class Engine:
         """Set whether each session that ended before now, also during earlier runs, has been ended here."""
         lib.smb_server_know_ended(self._server, all_of_them)
 
+    def used_bytes(self) -> int:
+        """Return how many bytes of capacity the segments take. Fast, however many there are."""
+        return int(lib.smb_server_used_bytes(self._server))
+
     def counters(self) -> Counters:
         raw = ffi.new("struct smb_server_counters *")
         lib.smb_server_counters(self._server, raw)

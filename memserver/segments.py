@@ -338,7 +338,7 @@ class Segments:
 
     def used_bytes(self) -> int:
         """Return how many bytes of capacity are taken."""
-        return self._engine.counters().segment_bytes
+        return self._engine.used_bytes()
 
     def _make(self, form: SegmentForm, bundle_id: int | None) -> None:
         file_bytes = segment_file_bytes(form.nbytes, form.chunk_bytes)

@@ -43,6 +43,14 @@ int registry_reserve(struct smb_server *server, uint64_t id, uint64_t bytes)
     return status;
 }
 
+uint64_t smb_server_used_bytes(struct smb_server *server)
+{
+    pthread_rwlock_rdlock(&server->registry_lock);
+    uint64_t bytes = server->used_bytes;
+    pthread_rwlock_unlock(&server->registry_lock);
+    return bytes;
+}
+
 void registry_give_back(struct smb_server *server, uint64_t bytes)
 {
     pthread_rwlock_wrlock(&server->registry_lock);

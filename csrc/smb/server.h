@@ -238,6 +238,8 @@ int smb_server_retire_segment(struct smb_server *server, uint64_t id, uint64_t i
  * SMB_NOT_FOUND. */
 int smb_server_raise_token(struct smb_server *server, uint64_t id, uint64_t token);
 void smb_server_counters(struct smb_server *server, struct smb_server_counters *counters);
+/* segment_bytes alone, without a look at each segment. */
+uint64_t smb_server_used_bytes(struct smb_server *server);
 /* How long requests took: from when a request was taken up until its answer was ready, or, for
  * requests that waited, until they were answered. */
 void smb_server_latencies(struct smb_server *server, struct smb_latencies *latencies);

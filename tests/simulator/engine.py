@@ -125,9 +125,13 @@ class Engine:
 
     # ---- segments
 
+    def used_bytes(self) -> int:
+        """See memserver.engine."""
+        return sum(memory.file_bytes for memory in self._host.segments.values())
+
     def counters(self) -> Any:
         """How much is used."""
-        return _Counters(sum(memory.file_bytes for memory in self._host.segments.values()))
+        return _Counters(self.used_bytes())
 
     def segment_shares(self) -> dict[int, Any]:
         """Nobody is counted."""
@@ -140,7 +144,7 @@ class Engine:
         file_bytes = segment_file_bytes(form.nbytes, form.chunk_bytes)
         if form.id in self._host.segments:
             raise AlreadyExistsError(f"segment {form.id:016x} is there")
-        if self.counters().segment_bytes + file_bytes > self._capacity_bytes:
+        if self.used_bytes() + file_bytes > self._capacity_bytes:
             raise OutOfMemoryError("no room")
         memory = Memory(form, file_bytes, form.epoch, used_at=self._loop.time())
         if bundle_id is not None:

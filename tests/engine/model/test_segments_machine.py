@@ -45,7 +45,9 @@ class AirEngine:
     _active: set[int] = field(default_factory=set)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def create_segment(self, path: Path, form: SegmentForm, *, bundle_id: int | None) -> None:
+    def create_segment(
+        self, path: Path, form: SegmentForm, *, bundle_id: int | None, content: bytes | None = None
+    ) -> None:
         self._enter(form.id)
         try:
             with self._lock:
@@ -72,8 +74,8 @@ class AirEngine:
     def end_session(self, session_id: int) -> None:
         self.ended.append(session_id)
 
-    def counters(self) -> Any:
-        return SimpleNamespace(segment_bytes=PAGE * len(self.forms))
+    def used_bytes(self) -> int:
+        return PAGE * len(self.forms)
 
     def _enter(self, segment_id: int) -> None:
         with self._lock:
