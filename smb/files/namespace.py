@@ -401,7 +401,7 @@ class NameTree:
 
     def make_folder(self, path: str, attributes: Attributes = NONE) -> None:
         """Make a directory. Only this process knows it until it has a file. EEXIST, ENOENT."""
-        with self._call(), self._asked(path):
+        with self._call(_RECENT_S), self._asked(path):  # the kernel has usually just looked for it
             found = self._find(path)
             if (
                 path in self._nodes
@@ -422,7 +422,7 @@ class NameTree:
                 errno.ENAMETOOLONG if data.size else errno.ENOENT,
                 f"the target of a symbolic link must have 1 to {_TARGET_BYTES_MAX} bytes, not {data.size}",
             )
-        with self._call():
+        with self._call(_RECENT_S):  # whether the name is taken decides the coordinator
             with self._asked(path):
                 if path in self._nodes or self._is_folder(path) or self._find(path) is not None:
                     raise refuse(errno.EEXIST, path)
@@ -745,17 +745,24 @@ class NameTree:
                 found = self._found(path)
                 if found.shown.version is not None:
                     raise refuse(errno.EACCES, f"{path!r} is one version of a buffer: set the attributes of the buffer")
+                listed = True  # as the listing has it; the coordinator refuses a change of what is not there any more
                 while True:
-                    self._catalogue.open(found.shown.name)  # the listing has what others set until now
-                    found = self._found(path)
                     kept = decode(found.info.file_attributes)
                     if node is not None and node.stale:
                         kept = replace(kept, modified=node.modified)
                     attributes = changed(kept)
-                    with suppress(AlreadyExistsError):  # others set some meanwhile: these stay, too
+                    try:
                         if not self._maker.describe(found, attributes.encode(), unchanged=True):
                             raise older()
                         break
+                    except AlreadyExistsError:  # others set some meanwhile: these stay, too
+                        pass
+                    except NotFoundError:  # others replaced it since the listing
+                        if not listed:
+                            raise
+                    listed = False
+                    self._catalogue.open(found.shown.name)  # from here on the listing has what others set until now
+                    found = self._found(path)
                 if attributes.modified != kept.modified:
                     self._modified.pop(found.info.id, None)
                 if node is not None:

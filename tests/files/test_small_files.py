@@ -45,8 +45,8 @@ def _made(tree: NameTree, path: str, **attributes: int) -> None:
 
 
 def test_calls_of_a_small_file(connect: Connect, calls: Counter[str]) -> None:
-    """Made: it is looked for, made and named, with its attributes. Read: opened. Removed: deleted. Beyond these, a
-    listing a second."""
+    """Made: it is looked for, made and named, with its attributes. Read: opened. Its attributes set: stored. Removed:
+    deleted. Beyond these, a listing a second."""
     tree = NameTree(connect())
     tree.make_folder("d")
 
@@ -68,9 +68,51 @@ def test_calls_of_a_small_file(connect: Connect, calls: Counter[str]) -> None:
         file.close()
     cost({"OpenBuffer": 1})
     for number in range(FILES):
+        tree.describe(f"d/f{number}", lambda kept: replace(kept, modified=5))
+    cost({"RenameBuffer": 1})
+    for number in range(FILES):
         assert tree.status(f"d/f{number}").attributes.mode == 0o600
         tree.remove(f"d/f{number}")
     cost({"DeleteBuffer": 1})
+
+
+def test_a_directory_is_looked_for_once(connect: Connect, calls: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the kernel, just before it asks for one; one that another client has made is EEXIST."""
+    monkeypatch.setattr("smb.files.namespace._RECENT_S", 60.0)
+    monkeypatch.setattr("smb.files.catalogue.FRESH_S", 60.0)
+    tree = NameTree(connect())
+    assert tree.list("") == []
+    calls.clear()
+    with pytest.raises(FileNotFoundError):
+        tree.status("d")
+    tree.make_folder("d")
+    assert calls == {"ListBuffers": 1}
+    connect().create("e/w", 10)
+    assert tree.status("e").directory
+    with pytest.raises(FileExistsError):
+        tree.make_folder("e")
+
+
+def test_attributes_of_a_file_that_another_client_replaced(connect: Connect) -> None:
+    """They are set on the new one, beside what that client has set; and ENOENT says that it is gone."""
+    tree, other = NameTree(connect()), NameTree(connect())
+    for path in ("f", "g"):
+        file = _wrote(tree, path, b"old", 0)
+        file.flush()
+        file.close()
+        assert tree.status(path).attributes.mode is None
+    for path in ("f", "g"):
+        other.remove(path)
+    file = _wrote(other, "f", b"new", 0)
+    file.describe(lambda kept: replace(kept, accessed=7))
+    file.flush()
+    file.close()
+    tree.describe("f", lambda kept: replace(kept, mode=0o600))
+    with pytest.raises(FileNotFoundError):
+        tree.describe("g", lambda kept: replace(kept, mode=0o600))
+    found = NameTree(connect()).status("f")
+    assert (found.nbytes, found.attributes.mode, found.attributes.accessed) == (3, 0o600, 7)
+    assert _bytes(tree, "f") == b"new"
 
 
 def test_what_another_client_has_just_made_is_found(connect: Connect) -> None:
