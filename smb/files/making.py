@@ -141,13 +141,14 @@ class Maker:
 
     def named(
         self, buffer: Buffer, spec: FileSpec, there: FoundForm | None, victim: FileNode | None, attributes: bytes,
+        *, replace: bool = True,
     ) -> Live:  # fmt: skip
         """Give a buffer its final name, and its file's attributes. This does not open it under that name, which may be
-        another client's by then.
+        another client's by then. Without `replace` raises AlreadyExistsError if the name is taken.
         """
         name = buffer.name
         try:
-            self.put(name, spec.name, there, victim, attributes or None)
+            self.put(name, spec.name, there, victim, attributes or None, replace=replace)
         except BaseException:
             self.drop(name)
             raise
@@ -209,6 +210,7 @@ class Maker:
 
     def put(
         self, name: str, target: str, there: FoundForm | None, victim: FileNode | None, attributes: bytes | None = None,
+        *, replace: bool = True,
     ) -> None:  # fmt: skip
         """Give a buffer its path, in place of the file that is there, and attributes.
 
@@ -217,8 +219,9 @@ class Maker:
 
         def rename(displaced: str = "") -> None:
             rename_file(
-                self._client, (name, 0), name_of(target), replace=True, displaced_name=displaced, attributes=attributes
-            )
+                self._client, (name, 0), name_of(target), replace=replace, displaced_name=displaced,
+                attributes=attributes,
+            )  # fmt: skip
 
         if there is not None and there.shown.name != target:
             replaced = there.shown.version is None and self.is_listed(there, there.shown.path)

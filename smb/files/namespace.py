@@ -326,6 +326,7 @@ class NameTree:
             node = self._nodes[path] = self._node(path, found, truncate)
             if found is None:
                 node.attributes = attributes
+                node.exclusive = bool(flags & os.O_CREAT and flags & os.O_EXCL)
                 self._touch(path)
         elif truncate:
             self.truncate_node(node, 0)
@@ -750,14 +751,14 @@ class NameTree:
                     kept = decode(found.info.file_attributes)
                     if node is not None and node.stale:
                         kept = replace(kept, modified=node.modified)
-                    attributes = changed(kept)
                     try:
+                        attributes = changed(kept)  # may refuse what is there, e.g. a name that exists
                         if not self._maker.describe(found, attributes.encode(), unchanged=True):
                             raise older()
                         break
                     except AlreadyExistsError:  # others set some meanwhile: these stay, too
                         pass
-                    except NotFoundError:  # others replaced it since the listing
+                    except (NotFoundError, OSError):  # others replaced it since the listing, or have set others
                         if not listed:
                             raise
                     listed = False
@@ -844,18 +845,24 @@ class NameTree:
         it.
 
         An empty file becomes a buffer only with `empty`: a shell closes copies of its descriptor before a program
-        writes to it.
+        writes to it. One that was made with O_EXCL becomes one at once, so that close() can say that another client has
+        made a file of its path meanwhile: EEXIST.
         """
         with self._catalogue.call(_RECENT_S), node.lock:
             staged = node.content
             if node.stale and isinstance(staged, Live) and not node.removed:
                 self._store_time(node, staged)
-            if not node.changed or node.removed or not isinstance(staged, StagedFile) or not (staged.nbytes or empty):
+            if not node.changed or node.removed or not isinstance(staged, StagedFile):
+                return
+            if not (staged.nbytes or empty or node.exclusive):
                 return
             if node.unwritten:
                 raise refuse(errno.ENOSPC, f"{node.path!r} is incomplete: some of the written data found no room")
             # Ending a hidden file takes the tree's lock, which comes before the node's.
             found = self._look(node.path) if node.path not in self._hidden else None
+            exclusive = node.exclusive and node.path not in self._hidden
+            if exclusive and found is not None:
+                raise refuse(errno.EEXIST, f"another client has made {node.path!r} since it was opened")
             live = None
             if found is not None:
                 buffer: Buffer | None = None
@@ -878,7 +885,7 @@ class NameTree:
                 if node.removed:  # in the meantime
                     self.client.delete(buffer.name, missing_ok=True)
                     return
-                live = self._maker.named(buffer, spec, found, None, text)
+                live = self._maker.named(buffer, spec, found, None, text, replace=not exclusive)
             else:
                 assert found is not None, "live is what was found"
                 if live.buffer.versions == 1 and attributes.modified is None:  # others see no other time of this change
@@ -892,7 +899,7 @@ class NameTree:
             node.attributes = node.stored = attributes
             if live.buffer.versions == 1:
                 node.content = live
-            node.changed = node.stale = False
+            node.changed = node.stale = node.exclusive = False
             node.since = round(1e9 * live.buffer.info.created)
             node.base_bytes = live.nbytes
             if node.attributes.modified is None:
@@ -925,7 +932,7 @@ class NameTree:
                 if node.content.nbytes == 0 and not node.unwritten:
                     self.commit(node, empty=True)
                 elif node.changed and not node.removed:
-                    _log.error("%s: not all of it reached the cluster; the former file is still there", node.path)
+                    _log.error("%s: not all of it reached the cluster; what was there before still is", node.path)
             finally:
                 if self._nodes.get(node.path) is node:
                     del self._nodes[node.path]

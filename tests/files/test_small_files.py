@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections import Counter
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,6 +14,7 @@ import pytest
 
 import smb
 from smb.files.attributes import Attributes
+from smb.files.handles import OpenFile
 from smb.files.namespace import NameTree
 from smb.rpc.coordinator_client import Coordinator
 from tests.conftest import Connect
@@ -42,6 +46,21 @@ def _made(tree: NameTree, path: str, **attributes: int) -> None:
     file.flush()
     file.close()
     assert tree.status(path).nbytes == DATA.size
+
+
+def _wrote(tree: NameTree, path: str, data: bytes, flags: int) -> OpenFile:
+    file = tree.open(path, os.O_CREAT | os.O_WRONLY | flags)
+    if data:
+        file.write(0, np.frombuffer(data, np.uint8))
+    return file
+
+
+def _bytes(tree: NameTree, path: str) -> bytes:
+    file = tree.open(path, os.O_RDONLY)
+    out = np.empty(tree.status(path).nbytes, np.uint8)
+    assert file.read_into(0, out) == out.size
+    file.close()
+    return out.tobytes()
 
 
 def test_calls_of_a_small_file(connect: Connect, calls: Counter[str]) -> None:
@@ -113,6 +132,53 @@ def test_attributes_of_a_file_that_another_client_replaced(connect: Connect) -> 
     found = NameTree(connect()).status("f")
     assert (found.nbytes, found.attributes.mode, found.attributes.accessed) == (3, 0o600, 7)
     assert _bytes(tree, "f") == b"new"
+
+
+def test_of_two_mounts_one_makes_a_file_with_o_excl(connect: Connect) -> None:
+    """The coordinator decides as it is closed: the other one gets EEXIST, and the file stays. A file opened without
+    O_EXCL takes its place."""
+    for first, second in ((b"one", b"the other"), (b"", b"x"), (b"y", b""), (b"", b"")):
+        ours, theirs = NameTree(connect()), NameTree(connect())
+        late, later = (_wrote(tree, "lock", data, os.O_EXCL) for tree, data in ((ours, first), (theirs, second)))
+        late.flush()
+        for _ in range(2):  # a program may try again
+            with pytest.raises(FileExistsError):
+                later.flush()
+        late.close()
+        with suppress(FileExistsError):  # an empty one is tried once more
+            later.close()
+        assert _bytes(theirs, "lock") == first
+        again = ours.open("lock", os.O_RDWR)
+        again.write(0, np.frombuffer(b"again", np.uint8))
+        again.flush()
+        again.close()
+        assert _bytes(ours, "lock") == b"again"
+        third, fourth = (_wrote(tree, "free", data, 0) for tree, data in ((ours, first), (theirs, second)))
+        for file in (third, fourth):
+            file.flush()
+            file.close()
+        assert _bytes(ours, "free") == second
+        for path in ("lock", "free"):
+            ours.remove(path)
+        assert connect().list() == []
+
+
+def test_an_attribute_that_another_client_has_removed_may_be_made(connect: Connect) -> None:
+    """Though the listing has it: what is there now decides."""
+    tree, other = NameTree(connect()), NameTree(connect())
+    _made(tree, "f")
+
+    def make(kept: Attributes) -> Attributes:
+        if kept.mode is not None:
+            raise OSError(errno.EEXIST, "it exists")
+        return replace(kept, mode=0o600)
+
+    tree.describe("f", make)
+    assert tree.status("f").attributes.mode == 0o600
+    other.describe("f", lambda kept: replace(kept, mode=None))
+    tree.describe("f", make)
+    with pytest.raises(FileExistsError):
+        tree.describe("f", make)
 
 
 def test_what_another_client_has_just_made_is_found(connect: Connect) -> None:
