@@ -1,6 +1,6 @@
 """Trees from a published buffer to its mirrors over links of servers and links between zones. Pure.
 
-mirror_trees.plan knows the links of servers only. Here each tree also loads the link from one zone to another with each
+trees.plan knows the links of servers only. Here each tree also loads the link from one zone to another with each
 byte that crosses it, and the trees are mixed so that all relays get the bytes as fast as the links allow: a linear
 program with a variable for each tree, the packing of arborescences of Edmonds. Its optimum is found by column
 generation: the program over some trees gives each link a price, and the tree that is cheapest at these prices joins
@@ -17,7 +17,7 @@ import numpy as np
 
 from smb.coordinator.mirrors.trees import RelayTree, TreeNode, ZonePairs, plan, rate_of
 
-# Beyond these limits mirror_trees.plan decides: with 64 relays in 4 zones this takes up to 0.25 s, with 8 zones 2 s.
+# Beyond these limits trees.plan decides: with 64 relays in 4 zones this takes up to 0.25 s, with 8 zones 2 s.
 RELAYS_MAX = 64
 LINKS_MAX = 100
 KEPT = 0.95  # of the greatest rate
@@ -28,7 +28,7 @@ Vector = np.ndarray[Any, np.dtype[np.float64]]
 
 
 def pack(source: TreeNode, relays: Sequence[TreeNode], pairs: ZonePairs) -> tuple[RelayTree, ...]:
-    """Return the trees: those of mirror_trees.plan if they reach KEPT of the greatest rate.
+    """Return the trees: those of trees.plan if they reach KEPT of the greatest rate.
 
     `pairs` has the rates of links between zones; those that are missing are no limit. All rates must be above 0, and
     all names distinct.
