@@ -13,8 +13,9 @@ from tests.unit.memserver.test_registration import answered, empty, registrant
 
 def _registered(dropped_meanwhile: bool, told_to_drop: bool) -> Registrant:
     segments = empty()
-    lists = iter([[7, 8], [8] if dropped_meanwhile or told_to_drop else [7, 8], [8], [8]])
-    segments.ids.side_effect = lambda: next(lists)
+    lists = iter([[7, 8], [8], [8]])
+    segments.list_for_coordinator.side_effect = lambda: ({}, next(lists))
+    segments.ids.return_value = [8] if dropped_meanwhile or told_to_drop else [7, 8]
     ours = registrant(segments)
     answered(ours.turn(), pb.RegisterServerReply(lease_ms=3000, drop_segment_ids=[7] if told_to_drop else []))
     return ours

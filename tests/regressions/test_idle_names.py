@@ -227,7 +227,7 @@ def test_a_server_that_frees_nothing_is_told_of_once(caplog: pytest.LogCaptureFi
             raise error
         return {}
 
-    state = SimpleNamespace(servers={"a": object()}, alive=lambda *_: True, session_leases=Leases[int](30.0))
+    state = SimpleNamespace(servers={"a": object()}, obeys=lambda *_: True, session_leases=Leases[int](30.0))
     names = IdleNames(
         cast("CommitLog", SimpleNamespace(state=state, now=lambda: 0, changes_max=None)),
         cast("MemoryServers", SimpleNamespace(retire=retire)), None, 1.0,  # type: ignore[arg-type]

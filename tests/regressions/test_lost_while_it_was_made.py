@@ -16,7 +16,7 @@ import pytest
 from smb.coordinator.commit_log import CommitLog
 from smb.coordinator.events import BufferMade, BufferWanted
 from smb.coordinator.memserver_client import Look, RunLiveness
-from smb.coordinator.service import CoordinatorService
+from smb.coordinator.registrations import Registrations
 from smb.coordinator.store import SqliteStore
 from smb.coordinator.validate import Creation
 from smb.errors import UnavailableError
@@ -43,7 +43,7 @@ def test_it_is_there(tmp_path: Path, made_before: bool) -> None:
                 return Look(RunLiveness.ALIVE)
 
         service: Any = SimpleNamespace(_commit_log=log, _servers=Servers())
-        event = await cast(Any, CoordinatorService)._asked_back(service, registration(log.state, server("a")))
+        event = await cast(Any, Registrations)._asked_back(service, registration(log.state, server("a")))
         with nullcontext() if made_before else pytest.raises(UnavailableError, match="it must register again"):
             await log.commit(event)
         assert bool(log.state.lost_segments(log.now())) is made_before

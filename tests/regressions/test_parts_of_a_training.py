@@ -20,8 +20,9 @@ import smb
 import smb.train
 from smb.config.parse import TRAIN_HOST_VARIABLE
 from smb.tools.cli.main import app
-from smb.train import HSGD, DiLoCo, LocalSGD, WorkUnits, group, saved
+from smb.train import HSGD, DiLoCo, LocalSGD, WorkUnits, group, group_deletion, saved
 from smb.train.exchange import closing
+from smb.train.rare import hsgd
 from tests.support.daemons import DEADLINE_S
 
 Connect = Callable[..., smb.Client]
@@ -163,7 +164,7 @@ def _beside_a_deletion(
 ) -> None:
     """Act. As it comes to a place a deletion begins; if that waits for nobody it lists what there is before the act is
     done, and deletes that afterwards."""
-    listed, acted, real, all_of = threading.Event(), threading.Event(), getattr(*place), group._all_of
+    listed, acted, real, all_of = threading.Event(), threading.Event(), getattr(*place), group_deletion._all_of
     threads: list[threading.Thread] = []
 
     def there(*arguments: Any, **options: Any) -> Any:
@@ -181,7 +182,7 @@ def _beside_a_deletion(
 
     with monkeypatch.context() as patch:
         patch.setattr(*place, there)
-        patch.setattr(group, "_all_of", listing)
+        patch.setattr(group_deletion, "_all_of", listing)
         try:
             with contextlib.suppress(smb.Error):
                 act()
@@ -195,7 +196,7 @@ def _beside_a_deletion(
     [
         (LocalSGD(every=2), (group.Group, "buffer")),
         (SCHEME, (group.Group, "buffer")),
-        (HSGD(), (group, "enter")),
+        (HSGD(), (hsgd, "enter")),
     ],
 )
 def test_a_deletion_beside_a_join(
