@@ -201,7 +201,7 @@ def test_overlap_that_costs_more_than_it_hides_ends(connect: Connect, monkeypatc
         count = sum(parameter.grad is not None for parameter in model.parameters())
         assert sum(layer.backward_s for layer in found._meter.measured.layers()) >= 0.001 * count
         monkeypatch.setattr(
-            found._gradients, "used", lambda *_, **__: time.sleep(0.02 * (found.plan.chosen.overlap == "both"))
+            found._gradients, "used", lambda *_, **__: time.sleep(0.1 * (found.plan.chosen.overlap == "both"))
         )
         for number in range(8, 16):
             step(model, optimizer, 0, number)
