@@ -64,7 +64,7 @@ def breaches(csrc: Path) -> list[str]:
 
 
 def test_the_engine_keeps_the_law() -> None:
-    """Base knows nobody, memory only base, and client and server never each other."""
+    """Base knows nobody, memory only what is under it, and client and server never each other."""
     assert {path.stem for path in (ROOT / "csrc" / "smb").iterdir()} == set(HEADERS_OF_C)
     assert breaches(ROOT / "csrc") == []
 
