@@ -93,17 +93,20 @@ class Forked:
         self.args = list(args)
         self.returncode: int | None = None
         self._stem = stem
+        self._asking = threading.Lock()
 
     def poll(self) -> int | None:
         """Return the exit code, None while it runs."""
-        if self.returncode is None:
-            self.returncode = self._stem.ask({"wait": self.pid})["code"]
-        return self.returncode
+        with self._asking:  # the stem can tell it once
+            if self.returncode is None:
+                self.returncode = self._stem.ask({"wait": self.pid})["code"]
+            return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
         """Wait for it; return the exit code. Raises subprocess.TimeoutExpired."""
         if self.poll() is None:
-            with _ended(self.pid) as ended:
+            # Without such a process: another thread has heard meanwhile that it ended.
+            with contextlib.suppress(ProcessLookupError), _ended(self.pid) as ended:
                 if not ended.poll(None if timeout is None else max(0, 1000 * timeout)):
                     assert timeout is not None
                     raise subprocess.TimeoutExpired(self.args, timeout)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -99,6 +100,27 @@ def test_a_fork_is_a_process_of_its_own(start: Start, tmp_path: Path) -> None:
     wait_for((tmp_path / "ready2").exists, "a coordinator")
     third.send_signal(signal.SIGKILL)
     assert third.wait(20) == -signal.SIGKILL
+
+
+def test_an_end_that_another_thread_hears_of_is_an_end(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between asking for it and waiting for it, and by many at once; the stem goes on."""
+    start("--version")
+    fork = start("--version")
+    assert isinstance(fork, stem.Forked)
+    opened = os.pidfd_open
+
+    def late(pid: int) -> int:
+        wait_for(lambda: fork.poll() is not None, "end")
+        return opened(pid)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pidfd_open", late)
+        assert fork.wait(20) == 0
+    for _ in range(5):
+        fork = start("--version")
+        with ThreadPoolExecutor(8) as pool:
+            assert [*pool.map(lambda each: each.wait(20), [fork] * 8)] == [0] * 8
+    assert start("--version").wait(20) == 0
 
 
 def test_other_circumstances_are_those_of_a_program(start: Start) -> None:
