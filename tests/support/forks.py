@@ -29,10 +29,20 @@ def forks_of(modules: Sequence[str]) -> Any:
     return context
 
 
-class Program:
-    """`python -m MODULE ARGUMENT ...` as a fork of such a context, with these descriptors for its input, output and
-    errors. To tests it is as by its subprocess.Popen.
+def launch(
+    context: Any, command: Sequence[str], streams: Sequence[int], environment: Mapping[str, str]
+) -> Program | subprocess.Popen[bytes]:
+    """Start `python -m MODULE ARGUMENT ...` as a fork of such a context, with these descriptors for its input, output
+    and errors. One whose end is to be whole is a program, as multiprocessing takes none of its processes down.
     """
+    if not stem.ends_whole(environment):
+        return Program(context, command, streams, environment)
+    entry, out, err = streams
+    return subprocess.Popen(command, stdin=entry, stdout=out, stderr=err, env=environment, start_new_session=True)
+
+
+class Program:
+    """Such a fork, to tests as a program is by its subprocess.Popen."""
 
     def __init__(
         self, context: Any, command: Sequence[str], streams: Sequence[int], environment: Mapping[str, str]
@@ -92,4 +102,4 @@ def _run(words: list[str], environment: dict[str, str], streams: _Streams) -> No
     os.dup2(entry, 0)
     os.close(entry)
     sys.stdin = open(0)  # noqa: SIM115 - as long as the process
-    stem.become({"session": True, "outputs": outputs, "environment": environment, "words": words})
+    stem.become({"session": True, "outputs": outputs, "environment": environment, "words": words, "whole": False})

@@ -166,7 +166,10 @@ class _Stem:
         new_session: bool,
         held: Sequence[int],
     ) -> Forked:
-        request = {"words": words_of(command), "environment": dict(environment), "session": new_session}
+        request = {
+            "words": words_of(command), "environment": dict(environment), "session": new_session,
+            "whole": ends_whole(environment),
+        }  # fmt: skip
         return Forked(self, self.ask(request, out.fileno(), err.fileno(), *held)["pid"], command)
 
     def ask(self, request: dict[str, Any], *descriptors: int) -> dict[str, Any]:
@@ -224,6 +227,14 @@ def words_of(command: Sequence[str]) -> list[str]:
         if list(command[: len(start)]) == start:
             return list(command[len(start) :])
     return [""]
+
+
+def ends_whole(environment: Mapping[str, str]) -> bool:
+    """Whether a process with these variables is to be taken down at its end as a program is: in the long form of the
+    tests, and under a sanitizer, which looks at that, too.
+    """
+    checked = os.environ | dict(environment)
+    return bool(os.environ.get("SMB_LONG") or checked.get("ASAN_OPTIONS") or checked.get("LD_PRELOAD"))
 
 
 def _circumstances() -> Any:
@@ -285,15 +296,15 @@ def become(request: dict[str, Any]) -> None:
     except SystemExit as leaving:
         if not isinstance(leaving.code, int | None):
             raise
-        _leave(leaving.code or 0)
-    _leave(0)
+        _leave(leaving.code or 0, request["whole"])
+    _leave(0, request["whole"])
 
 
-def _leave(code: int) -> None:
-    """End as Python does, but keep its modules: taking them down writes to all memory that a fork shares, which is
-    more work than a daemon's start. The long form does that, too, and so do programs.
+def _leave(code: int, whole: bool) -> None:
+    """End as Python does, but, unless it is to be whole, keep its modules: taking them down writes to all memory that a
+    fork shares, which is more work than a daemon's start.
     """
-    if os.environ.get("SMB_LONG"):
+    if whole:
         sys.exit(code)
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()

@@ -24,8 +24,8 @@ import smb
 import smb.torch.checkpoint
 from smb.torch import checkpoint
 from tests.fault.long import LIMIT_S, seed
+from tests.support import forks
 from tests.support.daemons import tidy, wait_for
-from tests.support.forks import Program
 
 pytestmark = [
     pytest.mark.timeout(LIMIT_S),
@@ -53,7 +53,7 @@ def run_ranks(client: smb.Client, tmp_path: Path, context: Any) -> Callable[[str
         command = [sys.executable, "-m", "tests.support.checkpoints", phases, str(tmp_path / "store")]
         command += [client.address, "run/ckpt", str(seed() % 1000)]
         with Path("/dev/null").open() as nothing, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-            program = Program(context, command, [file.fileno() for file in (nothing, out, err)], os.environ)
+            program = forks.launch(context, command, [file.fileno() for file in (nothing, out, err)], os.environ)
             try:
                 code = program.wait(100)
             finally:

@@ -21,7 +21,7 @@ from smb.tools.demo.digits import Digits, load_digits
 from smb.tools.demo.fleet import DemoWorker, Fleet
 from smb.tools.demo.recipes import RECIPES
 from smb.tools.demo.run import DemoView
-from tests.support.forks import Program
+from tests.support import forks
 
 USUAL = ("diloco",)  # the command runs by SEASGD; the others have tests without a demo, too
 AT_NIGHT = pytest.mark.skipif(not os.environ.get("SMB_LONG"), reason="one more whole demo; SMB_LONG=1 runs it")
@@ -31,11 +31,11 @@ AT_NIGHT = pytest.mark.skipif(not os.environ.get("SMB_LONG"), reason="one more w
 def _forked(monkeypatch: pytest.MonkeyPatch, context: Any) -> None:
     """Workers are forks of a process that has imported PyTorch, which takes a program most of its time."""
 
-    def launch(command: list[str], **options: Any) -> Program:
+    def launch(command: list[str], **options: Any) -> forks.Program | subprocess.Popen[bytes]:
         assert options.pop("start_new_session")
         assert (options.pop("stdin"), options.pop("stdout")) == (subprocess.PIPE,) * 2
         (read, told), (says, write) = os.pipe(), os.pipe()
-        program = Program(context, command, (read, write, options.pop("stderr").fileno()), options.pop("env"))
+        program = forks.launch(context, command, (read, write, options.pop("stderr").fileno()), options.pop("env"))
         assert not options
         os.close(read)
         os.close(write)

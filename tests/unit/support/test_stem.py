@@ -18,12 +18,27 @@ import grpc
 import pytest
 
 from smb.rpc import control_pb2 as pb
-from tests.support import stem
+from tests.support import forks, stem
 from tests.support.daemons import wait_for
 from tests.support.memory_server import coordinator_stub
 
 Start = Callable[..., "subprocess.Popen[bytes] | stem.Forked"]
 COORDINATOR = ("coordinator", "--listen", "127.0.0.1:0", "--metrics", "127.0.0.1:0")
+
+# The thread ends after the main one does.
+LEAVING = """
+import atexit, os, sys, threading
+class Taken:
+    def __del__(self, write=os.write):
+        write(2, b"taken down")
+def thread():
+    threading.main_thread().join()
+    print("the thread")
+sys.taken = Taken()
+atexit.register(print, "what is registered")
+threading.Thread(target=thread).start()
+sys.exit(3)
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -181,6 +196,49 @@ def test_it_ends_beside_forks_of_the_tests(start: Start) -> None:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
     assert ended == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("ours", "its", "whole"),
+    [({}, {}, False), ({"SMB_LONG": "1"}, {}, True), ({}, {"ASAN_OPTIONS": "detect_leaks=0"}, True)],
+)
+def test_a_fork_ends_as_a_program_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ours: dict[str, str], its: dict[str, str], whole: bool
+) -> None:
+    """Threads are waited for, what is registered runs, and output that cannot be written is said. Python takes it down
+    in the long form, whose variable no daemon has, and under sanitizers.
+    """
+    for name in ("SMB_LONG", "ASAN_OPTIONS", "LD_PRELOAD", "PYTHONUNBUFFERED"):
+        monkeypatch.delenv(name, raising=False)
+    assert stem.ends_whole({"LD_PRELOAD": "libasan.so"})
+    assert not stem.ends_whole({"SMB_LONG": "1"})
+    for name, value in ours.items():
+        monkeypatch.setenv(name, value)
+    (tmp_path / "memserver.py").write_text(LEAVING)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(stem, "IMPORTED", ())
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("SMB_")}
+    variables |= {"PYTHONPATH": str(tmp_path), **its}
+    for number, output in enumerate([tmp_path / "out0", tmp_path / "out1", Path("/dev/full")]):
+        errors = tmp_path / f"errors{number}"
+        with output.open("wb") as out, errors.open("wb") as err:
+            process = stem.launch([sys.executable, "-m", "memserver"], variables, out, err=err)
+        assert isinstance(process, stem.Forked) == bool(number)
+        full = output == Path("/dev/full")
+        assert process.wait(60) == (120 if full else 3)  # Python's code for it
+        assert full or output.read_text() == "the thread\nwhat is registered\n"
+        assert ("No space left" in errors.read_text()) == full
+        assert ("taken down" in errors.read_text()) == (whole or full or not number)
+
+
+def test_a_fork_of_multiprocessing_is_none_where_its_end_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """multiprocessing has its processes end at once."""
+    monkeypatch.setenv("SMB_LONG", "1")
+    with Path("/dev/null").open("r+") as nothing:
+        command = [sys.executable, "-m", "json.tool", "--help"]
+        process = forks.launch(None, command, [nothing.fileno()] * 3, os.environ)
+    assert isinstance(process, subprocess.Popen)
+    assert process.wait(60) == 0
 
 
 @pytest.mark.parametrize("safe", ["1", ""])
