@@ -2,8 +2,8 @@
 
 A stem is a child of the tests' process: a Python that imports the daemons' modules, and then forks for each daemon that
 is to run. The fork goes on as `python -m MODULE` does: a process of its own, with arguments, environment, output and
-session of its own. In /proc its start is the stem's. `launch` starts a program where the environment, or
-what else a program inherits, is not that of a stem. The other commands of `smb` are started so, too.
+session of its own. In /proc its start is the stem's. `launch` starts a program where the environment, or what else a
+program inherits, is not that of a stem, and for the first of each kind. Other commands of `smb` are started so, too.
 """
 
 from __future__ import annotations
@@ -199,9 +199,11 @@ _guard = threading.Lock()
 
 
 def _stem_for(command: Sequence[str], environment: Mapping[str, str], cwd: str | None) -> _Stem | None:
-    """Return the stem for these circumstances: it is made when they come for the second time."""
+    """Return the stem for these circumstances: it is made when one kind of daemon or command comes for the second time.
+    The first of each kind is a program.
+    """
     global _owner
-    module, *_ = words_of(command)
+    module, *arguments = words_of(command)
     if module not in MODULES or _NEVER & environment.keys():
         return None
     if list(command[: len(SAFE)]) == SAFE:
@@ -212,10 +214,12 @@ def _stem_for(command: Sequence[str], environment: Mapping[str, str], cwd: str |
         if _owner not in (0, os.getpid()):  # a fork of the tests' process: its stems are not ours
             return None
         _owner = os.getpid()
+        kind = (key, module, *(arguments[:1] if module != "memserver" else []))  # a command of smb
+        if kind not in _seen:
+            _seen.add(kind)
+            return None
         if key not in _stems:
-            first = key not in _seen
-            _seen.add(key)
-            if first or len(_stems) == _STEMS_MAX:
+            if len(_stems) == _STEMS_MAX:
                 return None
             _stems[key] = _Stem(environment, where)
         return _stems[key]

@@ -139,13 +139,18 @@ def test_an_end_that_another_thread_hears_of_is_an_end(start: Start, monkeypatch
 
 
 def test_other_circumstances_are_those_of_a_program(start: Start) -> None:
-    """The engine's failpoint, a variable that counts, and modules that are no daemon's; who owns a daemon does not
-    count.
+    """The engine's failpoint, a variable that counts, the first of a kind, and modules that are no daemon's; who owns a
+    daemon does not count.
     """
     assert not any(isinstance(start("--version", SMB_ENGINE_FAILPOINT="none"), stem.Forked) for _ in range(2))
     assert not isinstance(start("--version"), stem.Forked)
     assert isinstance(start("--version", SMB_OWNER_PID="1"), stem.Forked)
     assert not isinstance(start("--version", PYTHONHASHSEED="1"), stem.Forked)
+    assert not isinstance(start("certs"), stem.Forked)
+    assert isinstance(start("certs", "--help"), stem.Forked)
+    memserver = [sys.executable, "-m", "memserver"]
+    assert stem._stem_for([*memserver, "--name", "a"], os.environ, None) is None
+    assert stem._stem_for([*memserver, "--listen", "b"], os.environ, None) is not None
     assert stem._stem_for([sys.executable, "-m", "json.tool"], os.environ, None) is None
     assert stem._stem_for(["ip", "netns", "exec", "x"], os.environ, None) is None
 
@@ -153,7 +158,7 @@ def test_other_circumstances_are_those_of_a_program(start: Start) -> None:
 def test_a_fork_reaches_the_failpoint_of_its_own_variables(start: Start, tmp_path: Path) -> None:
     """One is killed where its variables say; the next one, which has none, starts."""
     point = {"SMB_FAILPOINT": "coordinator.session.opened", "SMB_FAILPOINTS_ALLOWED": "1"}
-    start("--version")
+    start("coordinator", "--help")  # the first of its kind
     for variables in (point, {}):
         ready = tmp_path / f"ready{len(variables)}"
         state = str(tmp_path / f"state{len(variables)}")
