@@ -11,9 +11,10 @@ Case = TypeVar("Case")
 
 LONG = os.environ.get("SMB_LONG") == "1"
 LIMIT_S = 3600 if LONG else 120  # of one test
-# Between rounds of calls, for clients that work all the time: without it they take the processors for which daemons and
-# other tests wait.
+# Of clients that work all the time: without pauses they take the processors for which daemons and other tests wait, and
+# with one after each change a daemon's kill would seldom meet a change under way.
 PAUSE_S = 0.0 if LONG else 0.003
+PAUSE_AFTER = 16  # changes
 
 
 def times(short: int, long: int) -> int:

@@ -24,7 +24,7 @@ import pytest
 import smb
 from smb.daemon.failpoint import ALLOWED_VARIABLE, POINT_VARIABLE
 from smb.rpc import control_pb2 as pb
-from tests.fault.long import PAUSE_S, some
+from tests.fault.long import PAUSE_AFTER, PAUSE_S, some
 from tests.fault.test_drain import MOVING, MOVING_ONE
 from tests.fault.test_elastic_kills import HSGD
 from tests.fault.test_switched_roles import SWITCHING
@@ -151,7 +151,7 @@ class Writer:
 def writer(cluster: Cluster) -> Iterator[Writer]:
     cluster.create("steady")
     added = make_event()
-    process = spawn(add_forever, cluster.address, "tcp", "steady", added, PAUSE_S)
+    process = spawn(add_forever, cluster.address, "tcp", "steady", added, PAUSE_S, PAUSE_AFTER)
     made = Writer(process, added)
     try:
         made.goes_on()

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import smb
-from tests.fault.long import LIMIT_S, LONG, PAUSE_S, seed, times
+from tests.fault.long import LIMIT_S, LONG, PAUSE_AFTER, PAUSE_S, seed, times
 from tests.support import second_copy
 from tests.support.clients import in_process
 from tests.support.daemons import Daemon, Daemons, running_daemons, stop, wait_for
@@ -65,9 +65,12 @@ class Pool:
             second_copy.make(client, self._replicas)
         self._left = contextlib.ExitStack()
         self.histories = [self._directory / f"history-{self._round}-{number}" for number in range(len(ways))]
+        rounds = PAUSE_AFTER // second_copy.CHANGES
         self._clients = [
             self._left.enter_context(
-                in_process(second_copy.work, self.address, way, number, self.histories[number], self._stop, PAUSE_S)
+                in_process(
+                    second_copy.work, self.address, way, number, self.histories[number], self._stop, PAUSE_S, rounds
+                )
             )
             for number, way in enumerate(ways)
         ]

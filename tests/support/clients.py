@@ -178,14 +178,17 @@ def read_whole(barrier: Any, address: str, transport: str, name: str, last: int)
                 return torn
 
 
-def add_forever(address: str, transport: str, name: str, running: Any, pause_s: float = 0.0) -> None:
-    """Add until killed, with a pause after each addition."""
+def add_forever(
+    address: str, transport: str, name: str, running: Any, pause_s: float = 0.0, additions: int = 1
+) -> None:
+    """Add until killed, with a pause after so many additions."""
     with smb.connect(address, transport=transport, timeout=TIMEOUT_S) as client:
         buffer = client.open(name)
         ones = np.ones(buffer.size, buffer.dtype)
         while True:
-            buffer.accumulate(ones)
-            running.set()
+            for _ in range(additions):
+                buffer.accumulate(ones)
+                running.set()
             time.sleep(pause_s)
 
 

@@ -32,6 +32,7 @@ SEGMENTS = 3 + 1 + 1 + 1 + 3 + 3 + 2 * 3 + 3 * 1  # of all in two copies, with t
 BUFFERS = ("sum", "counter", "element", "board", "news", "turns", "into", "source", "weights", "ones", "velocity")
 CALL_S = 60.0
 TWO_ROUNDS = 14  # notes
+CHANGES = 8  # of a round, about
 
 
 def make(client: smb.Client, replicas: int = 2) -> None:
@@ -59,8 +60,12 @@ def drop(client: smb.Client) -> None:
         client.delete(name, missing_ok=True)
 
 
-def work(messages: Any, address: str, way: str, number: int, path: Path, stop: Path, pause_s: float = 0.0) -> None:
-    """Add, count, swap, write and read until the file `stop` is there; tell how many rounds, or what went wrong."""
+def work(
+    messages: Any, address: str, way: str, number: int, path: Path, stop: Path, pause_s: float = 0.0, rounds: int = 1
+) -> None:
+    """Add, count, swap, write and read until the file `stop` is there, with a pause after so many rounds; tell how many
+    rounds there were, or what went wrong.
+    """
     notes, done = Notes(path), 0
     try:
         with smb.connect(address, transport=way, timeout=CALL_S) as client:
@@ -93,7 +98,8 @@ def work(messages: Any, address: str, way: str, number: int, path: Path, stop: P
                 seen = now
                 version = _publish_and_read(news, version, number)
                 token = _take_a_turn(turns, token)
-                time.sleep(pause_s)
+                if done % rounds == 0:
+                    time.sleep(pause_s)
         messages.put((number, done, ""))
     except BaseException as error:  # noqa: BLE001 - told to the test
         messages.put((number, done, f"{type(error).__name__}: {error}"))
