@@ -59,6 +59,7 @@ class FileNode:
         self.stale = False  # the time of change that is stored in the cluster was set before the last write
         self.written = 0  # time of the last write, 0 if there was none since it was opened
         self.changed = False  # a staged file that is not yet in the cluster
+        self.made = 0  # the id of the buffer that was to get this path last
         self.exclusive = False  # made with O_EXCL, and not yet in the cluster: another client's file of its path stays
         self.handles = 0
         self.removed = False  # no path leads to it any more

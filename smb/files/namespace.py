@@ -752,15 +752,20 @@ class NameTree:
                     if node is not None and node.stale:
                         kept = replace(kept, modified=node.modified)
                     try:
-                        attributes = changed(kept)  # may refuse what is there, e.g. a name that exists
-                        if not self._maker.describe(found, attributes.encode(), unchanged=True):
-                            raise older()
-                        break
-                    except AlreadyExistsError:  # others set some meanwhile: these stay, too
-                        pass
-                    except (NotFoundError, OSError):  # others replaced it since the listing, or have set others
+                        attributes = changed(kept)
+                    except OSError:  # it refuses what is there, e.g. a name that exists; others may have removed that
                         if not listed:
                             raise
+                    else:
+                        try:
+                            if not self._maker.describe(found, attributes.encode(), unchanged=True):
+                                raise older()
+                            break
+                        except AlreadyExistsError:  # others set some meanwhile: these stay, too
+                            pass
+                        except NotFoundError:  # others replaced it since the listing
+                            if not listed:
+                                raise
                     listed = False
                     self._catalogue.open(found.shown.name)  # from here on the listing has what others set until now
                     found = self._found(path)
@@ -848,7 +853,9 @@ class NameTree:
         writes to it. One that was made with O_EXCL becomes one at once, so that close() can say that another client has
         made a file of its path meanwhile: EEXIST.
         """
-        with self._catalogue.call(_RECENT_S), node.lock:
+        # After an attempt whose outcome is unknown, the listing has to show whether the file is there.
+        asked_anew = node.exclusive and node.made
+        with self._catalogue.call(0.0 if asked_anew else _RECENT_S), node.lock:
             staged = node.content
             if node.stale and isinstance(staged, Live) and not node.removed:
                 self._store_time(node, staged)
@@ -862,7 +869,9 @@ class NameTree:
             found = self._look(node.path) if node.path not in self._hidden else None
             exclusive = node.exclusive and node.path not in self._hidden
             if exclusive and found is not None:
-                raise refuse(errno.EEXIST, f"another client has made {node.path!r} since it was opened")
+                if found.info.id != node.made:  # else it is this one, and the answer was lost
+                    raise refuse(errno.EEXIST, f"another client has made {node.path!r} since it was opened")
+                exclusive = False
             live = None
             if found is not None:
                 buffer: Buffer | None = None
@@ -885,6 +894,7 @@ class NameTree:
                 if node.removed:  # in the meantime
                     self.client.delete(buffer.name, missing_ok=True)
                     return
+                node.made = buffer.info.id
                 live = self._maker.named(buffer, spec, found, None, text, replace=not exclusive)
             else:
                 assert found is not None, "live is what was found"

@@ -17,6 +17,7 @@ from smb.files.attributes import Attributes
 from smb.files.handles import OpenFile
 from smb.files.namespace import NameTree
 from smb.rpc.coordinator_client import Coordinator
+from smb.spi import rename_file
 from tests.conftest import Connect
 
 FILES = 20
@@ -161,6 +162,25 @@ def test_of_two_mounts_one_makes_a_file_with_o_excl(connect: Connect) -> None:
         for path in ("lock", "free"):
             ours.remove(path)
         assert connect().list() == []
+
+
+def test_a_file_with_o_excl_whose_answer_was_lost_is_ours(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has its name, so the next close succeeds."""
+    tree = NameTree(connect())
+    file = _wrote(tree, "lock", b"ours", os.O_EXCL)
+
+    def lost(*arguments: Any, **options: Any) -> bool:
+        rename_file(*arguments, **options)
+        raise smb.UnavailableError("the answer was lost")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("smb.files.making.rename_file", lost)
+        with pytest.raises(OSError, match="lost"):
+            file.flush()
+    file.flush()
+    file.close()
+    assert _bytes(tree, "lock") == b"ours"
+    assert [info.name for info in connect().list()] == ["lock"]
 
 
 def test_an_attribute_that_another_client_has_removed_may_be_made(connect: Connect) -> None:
