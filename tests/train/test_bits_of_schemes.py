@@ -20,8 +20,10 @@ import smb
 import smb.torch
 import smb.train
 from smb.overlap import planner
+from smb.train.exchange.streaming import FragmentExchange
 from smb.train.scheme import Values
 from tests.conftest import Connect
+from tests.support.daemons import wait_for
 from tests.support.exact_steps import SHAPES, SIZE, goal_of, local_step, network, shaped, start
 from tests.support.meshes import Mesh
 from tests.support.overlapped_workers import plan_by
@@ -107,6 +109,11 @@ def run(case: Case, steps: list[Callable[[], None]]) -> None:
             together(*steps)
 
 
+def _is_exchanging(worker: smb.train.Worker) -> bool:
+    job = worker.exchange._job if isinstance(worker.exchange, FragmentExchange) else None
+    return job is not None and job.running
+
+
 @of_carriers("array")
 def test_arrays(connect: Connect, case: Case, carrier: str) -> None:
     """Two workers with numpy arrays."""
@@ -126,6 +133,8 @@ def test_arrays(connect: Connect, case: Case, carrier: str) -> None:
             workers[worker].flush()
 
     run(case, [lambda worker=worker: step(worker) for worker in (0, 1)])  # type: ignore[misc]
+    # A flush takes over what is closed, and waits for nobody: whether the last round was closed must not be chance.
+    wait_for(lambda: not any(_is_exchanging(worker) for worker in workers), "the last round of fragments")
     for worker in workers:
         worker.flush()
     found = sum_of(workers[0].shared(), *values)
