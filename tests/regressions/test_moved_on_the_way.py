@@ -58,8 +58,16 @@ def test_a_change_on_its_way_to_a_server_that_is_emptied() -> None:
         with in_process(_write_until_it_fails, cluster.address) as (process, messages):
             assert messages.get(timeout=60) == "begun"
             port = int(next(each.address for each in client.servers() if each.name == "server-0").rsplit(":")[-1])
-            stop(cluster.servers[0].pid)  # which answers nothing any more
-            wait_for(lambda: _has_unread(port), "a write on its way")
+
+            def is_on_its_way() -> bool:
+                """A server that has taken all of a write and not answered has nothing unread: it goes on then."""
+                stop(cluster.servers[0].pid)
+                if _has_unread(port):
+                    return True
+                os.kill(cluster.servers[0].pid, signal.SIGCONT)
+                return False
+
+            wait_for(is_on_its_way, "a write on its way")
             stop(process.pid)
             cluster.servers[0].kill()
             cluster.servers[0].start()

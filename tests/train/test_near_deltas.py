@@ -278,9 +278,6 @@ def test_commands_show_and_remove_mirrors_of_deltas(
     for number in (1, 2):
         publisher.publish(state(number))
         has_come(trainer, number)
-    listed = said("ls")
-    assert NEAR + arrived.SUFFIX not in listed
-    assert "and 5 buffers of published states" in listed
     number = 2
 
     def has_rates() -> bool:
@@ -294,6 +291,9 @@ def test_commands_show_and_remove_mirrors_of_deltas(
         return False
 
     wait_for(has_rates, "its rates", DEADLINE_S)
+    listed = said("ls")
+    assert NEAR + arrived.SUFFIX not in listed
+    assert "and 5 buffers of published states" in listed
     wait_for(lambda: json.loads(said("relay", NAME, "--json"))[0]["generation"] == number, "its report", DEADLINE_S)
     for shown in (said("relay", NAME), said("stat", NAME)):
         assert "DELTAS ON" in shown
