@@ -94,7 +94,10 @@ def _take_up(state: State, changes_max: int | None, now: Instant) -> Step:
     left, left_bytes = (changes_max // 2, CHANGED_BYTES_MAX) if changes_max is not None else (sys.maxsize, sys.maxsize)
     taking = _TakingUp(state, now)
     former: dict[int, frozenset[str]] = {}
-    for segment_id in sorted(state.contested()):
+    newest = {each: taking.newest_claim(each) for each in state.contested()}
+    # All members of a bundle follow the one that is judged first. That is the one with the newest claim: records that
+    # were restored before may not have had the others, whose roles did not change since then.
+    for segment_id in sorted(newest, key=lambda each: (-newest[each], each)):
         record, segment = taking.where[segment_id]
         claims = taking.claims(record, segment)
         if not claims:
@@ -188,6 +191,9 @@ class _TakingUp:
             and is_newer(held[segment.id], record, segment)
             and self._before.heard(server, self._now)
         }
+
+    def newest_claim(self, segment_id: int) -> int:
+        return max((held.epoch for held in self.claims(*self.where[segment_id]).values()), default=0)
 
     def with_old_copies(self, before: SegmentRecord, taken: SegmentRecord, members: Collection[int]) -> None:
         """Remove the segments that were taken up from `unexplained`. The copies that the record had elsewhere are now

@@ -513,6 +513,28 @@ def test_a_pair_does_not_go_on_with_a_member_from_before(cluster: Cluster, kept_
     assert cluster.state.confirmed(kept_by[0], segment(cluster, "m").id, cluster.now)
 
 
+def test_members_of_a_bundle_follow_the_newest_one(cluster: Cluster) -> None:
+    """Records without "w" were restored, and the roles of "m" were switched; then records with both. The servers had
+    other roles of "m" in the epoch that was given for the sake of "w", and refused these.
+    """
+    cluster.create("m", like="w", joins=True, replicas=0)
+    number, member = segment(cluster).id, segment(cluster, "m").id
+    assert number < member
+    told = (cluster.state.lineage.stamp,)
+    cluster = again(cluster)
+    roles = {"a": {"primary": True}, "b": {"backup": True}}, {"a": {"backup": True}, "b": {"primary": True}}
+    for name in ("a", "b"):
+        back(cluster, name, frozenset({number, member}), as_held=Held(1), stamps=told)
+    back(cluster, "c")
+    beside = {name: {number: Held(4, **roles[0][name]), member: Held(5, **roles[1][name])} for name in ("a", "b")}
+    cluster.state = replace(cluster.state, unexplained=beside)
+    judge(cluster)
+    for name in ("w", "m"):
+        (at,) = cluster.state.buffers[name].segments
+        assert (at.server, at.backup, at.epoch) == ("b", "", 6)
+    assert not cluster.state.contested()
+
+
 def test_a_living_primary_hears_first_that_another_goes_on_alone(cluster: Cluster) -> None:
     """Only the backup has kept the member, so it goes on. The primary answers reads until it has registered."""
     number = segment(cluster).id
