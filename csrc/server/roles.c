@@ -170,10 +170,11 @@ static void forget_end(void *unused, struct smb_segment *segment)
     if (!replica)
         return;
     struct segment_bundle *bundle = replica->bundle;
+    if (atomic_load_explicit(&bundle->role, memory_order_relaxed) != SMB_REPLICA_NONE)
+        return;
     uint32_t newest = last_role_of_members(bundle);
     pthread_mutex_lock(&bundle->lock);
-    if (atomic_load_explicit(&bundle->role, memory_order_relaxed) == SMB_REPLICA_NONE &&
-        newest < atomic_load_explicit(&bundle->epoch, memory_order_relaxed))
+    if (newest < atomic_load_explicit(&bundle->epoch, memory_order_relaxed))
         atomic_store_explicit(&bundle->epoch, newest, memory_order_release);
     pthread_mutex_unlock(&bundle->lock);
 }
