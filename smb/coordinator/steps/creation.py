@@ -154,10 +154,15 @@ def _placed_together(
             f'{asked} it waits until "{like.name}" has left {", ".join(leaves)}, which is being drained; try again then'
         )
     bundles = Bundles(state.buffers.values())
+    members = [each for segment in like.segments for each in bundles.members(like, segment)]
+    if begun := sorted({of.name for of, _ in members if of.id in state.interrupted}):
+        raise NotNowError(
+            f'{asked} it waits until it is known whether "{begun[0]}", which an earlier run of the coordinator was '
+            f"making, is there; try again then"
+        )
     lost = {
         of.name: member.server
-        for segment in like.segments
-        for of, member in bundles.members(like, segment)
+        for of, member in members
         if all(member.id in state.missing.get(name, ()) for name in {member.server, member.backup} - {""})
     }
     if lost:
@@ -173,8 +178,7 @@ def _placed_together(
         raise NotNowError(
             f'{asked} it waits for the lost copy of "{like.name}" to be made anew; try again once it is there'
         )
-    members = {of.key for segment in like.segments for of, _ in bundles.members(like, segment)}
-    if len(members) >= limits.BUNDLE_BUFFERS_MAX:
+    if len({of.key for of, _ in members}) >= limits.BUNDLE_BUFFERS_MAX:
         raise OutOfMemoryError(
             f"{asked}: at most {limits.BUNDLE_BUFFERS_MAX} buffers can move together, and as many do; delete some"
         )

@@ -25,6 +25,7 @@ from smb.coordinator.lineage import Stamp
 from smb.coordinator.records import UNKNOWN_EPOCH, Held, Kind
 from smb.coordinator.replicas import CopyRole
 from smb.coordinator.state import load
+from smb.coordinator.steps.creation import NotNowError
 from smb.drop_reasons import Ground
 from tests.support.decisions import Cluster, registration, returned, server
 
@@ -377,10 +378,14 @@ def test_what_it_was_to_move_with_keeps_its_copies() -> None:
     for name in ("a", "b"):
         cluster.do(returned(cluster.state, name, 1, made, as_held=Held(1)))
         cluster.do(registration(cluster.state, server(name), made, as_held=Held(1)))
+    # A third one, which would move with it, too, waits for that. It was placed where that one was not.
+    with pytest.raises(NotNowError, match='until it is known whether "state", which an earlier run'):
+        cluster.want("moment", like="w", joins=True, replicas=2)
     assert judged(cluster) == ["w"]
     assert set(cluster.state.buffers) == {"w"}
     (segment,) = cluster.state.buffers["w"].segments
     assert {segment.server, segment.backup} == {"a", "b"}
+    cluster.create("moment", like="w", joins=True, replicas=2)
 
 
 def test_a_mirror_is_taken_back_at_once() -> None:
