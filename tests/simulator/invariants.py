@@ -133,7 +133,7 @@ def what_moves_is_there(world: World, state: State, event: CopyBegun | CopyDropp
 @after("paired")
 def what_is_paired_is_there(world: World, before: State, state: State) -> str:
     """Two servers count as those of a segment's two copies if both have it, in their runs that are registered. Neither
-    has it if it was deleted since the store's backup was made.
+    has it, or one has the beginning of a copy, if it was deleted since the store's backup was made.
     """
     for key, record in state.buffers.items():
         if not record.ready or before.buffers.get(key) is record:
@@ -144,8 +144,9 @@ def what_is_paired_is_there(world: World, before: State, state: State) -> str:
             if not segment.backup or (segment.id, segment.server, segment.backup) in pairs:
                 continue
             pair = [name for name in (segment.server, segment.backup) if world.has_registered(state, name)]
-            lacking = [name for name in pair if segment.id not in world.hosts[name].segments]
-            if len(pair) == 2 and len(lacking) == 1:
+            held = {name: world.hosts[name].segments.get(segment.id) for name in pair}
+            lacking = [name for name, memory in held.items() if memory is None]
+            if len(pair) == 2 and len(lacking) == 1 and any(memory and memory.whole for memory in held.values()):
                 return f"{record.title} counts as whole, and {lacking[0]} has not {segment.id:016x}"
     return ""
 

@@ -201,11 +201,14 @@ class _TakingUp:
         """
         for server in (taken.server, taken.backup):
             if server:
-                # The other members of the bundle share its roles. A server that does not hold such a member has lost
-                # it.
+                # The other members of the bundle share its roles. A server that does not hold such a member, or a part
+                # of it only, has lost it.
                 held, missing = self.unexplained.setdefault(server, {}), self.missing.setdefault(server, set())
                 had = server in (before.server, before.backup)
-                missing.update(each for each in members if each not in held and not (had and each not in missing))
+                there = {
+                    each for each in members if (held[each].whole if each in held else had and each not in missing)
+                }
+                missing.update(set(members) - there)
                 for each in members:
                     held.pop(each, None)
         for server in {before.server, before.backup, before.copying_to} - {taken.server, taken.backup, ""}:

@@ -471,9 +471,9 @@ def test_segments_beside_a_contested_one_change_roles() -> None:
     assert cluster.state.lost_segments(cluster.now) == frozenset()
 
 
-def without_the_member(cluster: Cluster, *kept_by: str) -> Cluster:
+def without_the_member(cluster: Cluster, *kept_by: str, as_held: Held | None = None) -> Cluster:
     """The records of "m", which moved with "w" and was deleted since, are back; a pair of servers has "w" alone. Some
-    did not hear of the deletion.
+    did not hear of the deletion, and hold it `as_held`.
     """
     cluster.create("m", like="w", joins=True, replicas=0)
     older, number = cluster.state, segment(cluster).id
@@ -486,7 +486,7 @@ def without_the_member(cluster: Cluster, *kept_by: str) -> Cluster:
     back(cluster, "c", frozenset({number}), as_held=Held(4, backup=True), stamps=told)
     member, beside, missing = segment(cluster, "m").id, dict(cluster.state.unexplained), dict(cluster.state.missing)
     for name in kept_by:
-        beside[name] = {**beside[name], member: Held(2, quarantined=True)}
+        beside[name] = {**beside[name], member: as_held or Held(2, quarantined=True)}
         missing[name] -= {member}
     cluster.state = replace(cluster.state, unexplained=beside, missing=missing)
     judge(cluster)
@@ -511,6 +511,14 @@ def test_a_pair_does_not_go_on_with_a_member_from_before(cluster: Cluster, kept_
         (at,) = cluster.state.buffers[name].segments
         assert (at.server, at.backup, at.epoch) == (kept_by[0], "", 5)
     assert cluster.state.confirmed(kept_by[0], segment(cluster, "m").id, cluster.now)
+
+
+def test_the_beginning_of_a_copy_is_no_member_of_a_pair(cluster: Cluster) -> None:
+    """It counted as the primary's memory, and was read as such. Now it counts as lost."""
+    begun = Held(3, whole=False, begun=True, quarantined=True)
+    cluster = without_the_member(cluster, "a", as_held=begun)
+    assert (segment(cluster).server, segment(cluster).backup, segment(cluster).epoch) == ("a", "c", 4)
+    assert cluster.state.lost_segments(cluster.now) == {segment(cluster, "m").id}
 
 
 def test_members_of_a_bundle_follow_the_newest_one(cluster: Cluster) -> None:
