@@ -71,7 +71,22 @@ def server_returned(state: State, event: ServerReturned, now: Instant) -> Step:
     where = state.where()
     newer = (number for number, held in event.held.items() if number in where and _claims(held, *where[number]))
     here = list(state.buffers.at(event.name))
-    return judge_copies(state, judge, event.changes_max, contested=frozenset(newer), of=here)
+    judged, effects = judge_copies(state, judge, event.changes_max, contested=frozenset(newer), of=here)
+    return with_former_primaries(state, judged, effects, {event.name} if restarted else ()), effects
+
+
+def with_former_primaries(before: State, state: State, effects: Iterable[Effect], gone: Collection[str] = ()) -> State:
+    """Return the state in which servers that were primaries before, of the buffers saved by these effects, must hear
+    first that another one has taken over: they answer reads until then. The runs on servers that are `gone` do not.
+    """
+    former = {
+        segment.id: (was.server,)
+        for effect in effects
+        if isinstance(effect, SaveBuffer)
+        for segment, was in zip(effect.record.segments, before.buffers[effect.record.key].segments, strict=True)
+        if was.server != segment.server and was.server not in gone
+    }
+    return state.with_former_primaries(former) if former else state
 
 
 class NotAskedError(UnavailableError):

@@ -22,7 +22,7 @@ from smb.coordinator.events import Effect, EraseBuffer, Instant, Report, SaveBuf
 from smb.coordinator.records import UNKNOWN_EPOCH, BufferRecord, Held
 from smb.coordinator.replicas import come_back
 from smb.coordinator.state import Interrupted, State, Step, end_copies_beside, remove, without
-from smb.coordinator.steps.copies import judge_copies
+from smb.coordinator.steps.copies import judge_copies, with_former_primaries
 from smb.drop_reasons import Ground
 
 
@@ -109,9 +109,7 @@ def interrupted_judged(state: State, changes_max: int | None, now: Instant) -> S
         else:
             before = state
             state, ended = _made(state, record, known, held)
-            state = _with_former_primaries(
-                state, before, [each.record.key for each in ended if isinstance(each, SaveBuffer)]
-            )
+            state = with_former_primaries(before, state, ended)
             decided |= known.held.keys()
         effects += ended
         ends += 1
@@ -153,17 +151,6 @@ def _made(state: State, record: BufferRecord, known: Interrupted, heard: Mapping
         state, saves = judge_copies(state, judge, None, contested=known.newer, of=(state.buffers[made.key],))
         effects += saves
     return state, tuple(effects)
-
-
-def _with_former_primaries(state: State, before: State, keys: Iterable[str]) -> State:
-    """Return the state with the servers from which others took over, of these buffers: they must register again."""
-    former = {
-        segment.id: (was.server,)
-        for key in keys
-        for segment, was in zip(state.buffers[key].segments, before.buffers[key].segments, strict=True)
-        if segment.server != was.server
-    }
-    return state.with_former_primaries(former) if former else state
 
 
 def _come_back(

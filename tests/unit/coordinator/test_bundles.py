@@ -235,6 +235,23 @@ def test_roles_change_together(cluster: Cluster, monkeypatch: pytest.MonkeyPatch
     assert saved(cluster) in (set(), set(NAMES))
 
 
+def register(cluster: Cluster, name: str, held: frozenset[int], run: int = 1) -> None:
+    cluster.do(returned(cluster.state, name, run, held, 1))
+    cluster.do(registration(cluster.state, server(name, run), held))
+
+
+@pytest.mark.parametrize("run", [1, 2])
+def test_a_primary_that_lacks_a_member_hears_first_that_its_backup_took_over(cluster: Cluster, run: int) -> None:
+    """It answers reads of the others until it has the answer to its registration. A run that has ended does not."""
+    made(cluster)
+    register(cluster, "a", ids(cluster) - {segment(cluster, "m").id}, run)
+    assert place(cluster) == ("b", "", 2, "")
+    assert cluster.state.not_led() == (ids(cluster) if run == 1 else frozenset())
+    assert len(cluster.state.copies("b")) == (0 if run == 1 else 3)
+    cluster.renew("a", run)
+    assert len(cluster.state.copies("b")) == 3
+
+
 def test_changes_are_bounded_by_whole_bundles(cluster: Cluster) -> None:
     """What moves together changes at once; what does not fit any more comes with the next event."""
     cluster.create("w2", 1000, replicas=2, server_names=("a",))

@@ -143,6 +143,7 @@ class Machine:
                 registration(self.cluster.state, server(name, self.runs[name], CAPACITY), frozenset(self.held[name]))
             )
             self.held[name].difference_update(self.cluster.only(AnswerDrops).segment_ids)
+            self.cluster.renew(name, self.runs[name])  # it has got the answer
 
     def want(self, name: str) -> None:
         """A state is to be made for weights that begin there, unless these are just being copied."""
