@@ -75,10 +75,12 @@ def come_back(
     *,
     restarted: bool,
     behind: Collection[int] = (),
+    only_here: Collection[int] = (),
 ) -> BufferRecord:
     """Return the record after a server came back without the segments that are `missing`. A primary that was restarted
     has forgotten changes that it had not forwarded. So has a backup that is `behind`: it was the primary until the
-    roles were switched, and has not heard of that.
+    roles were switched, and has not heard of that. `only_here`: the server has the backups of these, and is the only
+    one that holds all segments of their bundles.
     """
 
     def judge(segment: SegmentRecord) -> SegmentRecord:
@@ -95,6 +97,8 @@ def come_back(
             return _without_backup(segment) if keeps else _promoted(segment)
         if segment.backup == server and segment.id in missing:
             return _without_backup(segment)
+        if segment.backup == server and segment.id in only_here:
+            return _promoted(segment)
         if segment.backup == server and segment.id in behind and restarted:
             # The present primary could acknowledge nothing without this server.
             return _without_backup(segment) if heard(segment.server) else _promoted(segment)

@@ -40,9 +40,10 @@ CHANGED_BYTES_MAX = 1 << 20  # total size of changed records if the store bounds
 
 
 def server_returned(state: State, event: ServerReturned, now: Instant) -> Step:
-    """A server is back: its copies that missed changes are stale, unless no others exist. Raises UnavailableError while
-    that is unknown because the servers of the other copies have not been heard of or did not answer just now, and as
-    `check_all_told` does.
+    """A server is back: its copies that missed changes are stale, unless no others exist. If it has backups of which
+    the primaries have reported that they lack something, it takes over. Raises UnavailableError while that is unknown
+    because the servers of the other copies have not been heard of or did not answer just now, and as `check_all_told`
+    does.
     """
     check_all_told(state, event.name, event.held, event.missing)
     known = state.servers.get(event.name)
@@ -63,10 +64,12 @@ def server_returned(state: State, event: ServerReturned, now: Instant) -> Step:
             f"segments was not heard of yet; it must register again"
         )
     missing = event.missing | not_those_copies(state, event.name, event.held)
-    missing = Bundles(state.buffers.values()).lacking(event.name, missing, heard)
+    bundles = Bundles(state.buffers.values())
+    missing = bundles.lacking(event.name, missing, heard)
+    only_here = bundles.named_by(_lacked_by_primaries(state, event.name)) - missing
 
     def judge(record: BufferRecord) -> BufferRecord:
-        return come_back(record, event.name, missing, heard, restarted=restarted, behind=behind)
+        return come_back(record, event.name, missing, heard, restarted=restarted, behind=behind, only_here=only_here)
 
     where = state.where()
     newer = (number for number, held in event.held.items() if number in where and _claims(held, *where[number]))
@@ -87,6 +90,19 @@ def with_former_primaries(before: State, state: State, effects: Iterable[Effect]
         if was.server != segment.server and was.server not in gone
     }
     return state.with_former_primaries(former) if former else state
+
+
+def _lacked_by_primaries(state: State, server: str) -> frozenset[int]:
+    """Return the segments with backups on this server whose primaries have reported that they do not have them. These
+    primaries stayed, because no backup had been heard of.
+    """
+    return frozenset(
+        segment.id
+        for record in state.buffers.at(server)
+        if record.ready
+        for segment in record.segments
+        if segment.backup == server and segment.id in state.missing.get(segment.server, ())
+    )
 
 
 class NotAskedError(UnavailableError):

@@ -26,6 +26,7 @@ from smb.coordinator.events import (
     CopyBegun,
     DropSegments,
     MakeSegments,
+    Restarted,
     SaveBuffer,
     ServerDied,
     ServerDrained,
@@ -35,7 +36,7 @@ from smb.coordinator.messages import buffer_message, creation_of
 from smb.coordinator.moves.copy_maker import CopyMaker
 from smb.coordinator.moves.rebalance import plan
 from smb.coordinator.moves.wanted_copies import wishes
-from smb.coordinator.records import BufferRecord, SegmentRecord
+from smb.coordinator.records import BufferRecord, Held, SegmentRecord
 from smb.coordinator.steps.creation import NotNowError
 from smb.coordinator.validate import Creation
 from smb.rpc import control_pb2 as pb
@@ -238,6 +239,35 @@ def test_roles_change_together(cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 def register(cluster: Cluster, name: str, held: frozenset[int], run: int = 1) -> None:
     cluster.do(returned(cluster.state, name, run, held, 1))
     cluster.do(registration(cluster.state, server(name, run), held))
+
+
+@pytest.mark.parametrize("both", [False, True])
+def test_a_backup_takes_over_from_a_primary_that_lacks_a_member(cluster: Cluster, both: bool) -> None:
+    """In a new term the primary was heard of first, and was not to lose the rest. If the backup lacks something, too,
+    the primary goes on alone.
+    """
+    made(cluster)
+    cluster.do(Restarted(2))
+    all_of_them = ids(cluster)
+    register(cluster, "a", all_of_them - {segment(cluster, "m").id})
+    assert place(cluster) == ("a", "b", 1, "")
+    register(cluster, "b", all_of_them - {segment(cluster, "v").id} if both else all_of_them)
+    assert place(cluster) == (("a", "", 2, "") if both else ("b", "", 2, ""))
+    assert cluster.state.not_led() == (frozenset() if both else all_of_them)
+    assert ("a" in cluster.state.suspected) is not both
+
+
+def test_a_contested_bundle_stays_with_a_primary_that_lacks_a_member(cluster: Cluster) -> None:
+    """And nobody has to register again, as often as either of them does."""
+    made(cluster)
+    cluster.do(Restarted(2))
+    lost, newer = segment(cluster, "m").id, {"c": {segment(cluster).id: Held(7)}}
+    cluster.state = replace(cluster.state, unexplained=newer)
+    for _ in range(2):
+        register(cluster, "a", ids(cluster) - {lost})
+        register(cluster, "b", ids(cluster))
+        assert place(cluster) == ("a", "b", 1, "")
+        assert cluster.state.suspected == {"c", "d"}
 
 
 @pytest.mark.parametrize("run", [1, 2])
