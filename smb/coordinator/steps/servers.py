@@ -149,8 +149,12 @@ def _judged(
         tuple(each for each, held in event.held.items() if held.quarantined and each in here and each not in kept),
         tuple(
             (each, held.epoch)
-            for each, held in kept.items()
-            if held.primary and each in where and each not in here and held.epoch <= epoch_of(*where[each])
+            for each, held in sorted(event.held.items())
+            if held.primary
+            and each in where
+            and each not in here
+            and each not in grounds
+            and held.epoch <= epoch_of(*where[each])
         ),
     )
     return answer, kept

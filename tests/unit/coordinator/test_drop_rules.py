@@ -614,16 +614,18 @@ def test_a_deletion_takes_what_is_kept_beside_the_records_too(cluster: Cluster) 
 
 
 def test_a_former_primary_is_told_that_it_is_none(cluster: Cluster) -> None:
-    """It kept its memory while others took its role, and answered reads from it once its lease ran again. A server with
-    a later epoch than the records have is not told: the records may be of before.
+    """It kept its memory while others took its role, and answered reads from it once its lease ran again, also while a
+    copy was about to be made there. A server with a later epoch than the records have is not told: the records may be
+    of before.
     """
     number = segment(cluster).id
     moved_to_c(cluster)  # the roles' epoch is 4
     cluster = again(cluster)
     for primary, epoch, told in ((True, 1, True), (False, 1, False), (True, 4, True), (True, 5, False)):
         held = Held(epoch, primary=primary, backup=not primary)
-        answer = back(cluster, "b", frozenset({number}), as_held=held)
-        assert answer.superseded == (((number, epoch),) if told else ())
+        for making in (frozenset[int](), frozenset({number})):
+            answer = back(cluster, "b", frozenset({number}), as_held=held, making=making)
+            assert answer.superseded == (((number, epoch),) if told else ())
     assert back(cluster, "a", frozenset({number}), as_held=Held(4, primary=True)).superseded == ()
 
 
