@@ -97,6 +97,7 @@ class Replication:
         self._taking = threading.Lock()  # a copy begins once all members of its bundle have their roles
         self._parts: dict[int, pb.Replica] = {}
         self._broken: list[pb.BrokenPair] = []
+        self._not_led: dict[int, int] = {}  # segments of which it cannot be the primary as told, up to these epochs
         self._told_of: dict[tuple[str, int], float] = {}  # runs of peers, with when a look first had them
         self._stopping = False
         self._serving_until_s = 0.0
@@ -114,6 +115,7 @@ class Replication:
 
     def _take(self, parts: Iterable[pb.Replica]) -> Taken:
         taken = Taken()
+        led: dict[int, int] = {}
         for part in parts:
             if part.let_move:
                 if not self._engine.let_move(part.segment_id):
@@ -142,12 +144,28 @@ class Replication:
                     if before is not None and before.epoch < part.epoch:
                         _log.info("segment %016x: role %d at epoch %d", part.segment_id, part.role, part.epoch)
                     self._parts[part.segment_id] = part
+                    self._not_led.pop(part.segment_id, None)
+                    if part.role == PRIMARY:
+                        led[part.segment_id] = part.epoch
+        if led:
+            self._note_not_led(led)
         with self._lock:
             if self._parts:
                 self._start()
             copying = [part for part in self._parts.values() if part.copying and part.role == PRIMARY]
             self.copier.want({part.segment_id: part.epoch for part in copying})
         return taken
+
+    def _note_not_led(self, led: dict[int, int]) -> None:
+        """Note of which of these segments, with the epochs of their roles, this server did not become the primary.
+        Others of their bundles have a later role here, by records that were replaced since and had other segments.
+        """
+        with self._lock:
+            for status in self._engine.replicas():
+                told = led.get(status.segment_id, status.epoch + 1)
+                last = status.epoch + (status.role != PRIMARY)  # so that it is later than the one that was told
+                if status.epoch >= told and last > told:
+                    self._not_led[status.segment_id] = last
 
     def _confirm(self, part: pb.Replica) -> bool:
         """Check the role, and return whether the two copies can switch their roles, as far as this server knows."""
@@ -170,6 +188,7 @@ class Replication:
         with self._lock:
             self._parts.pop(segment_id, None)
             self._complained.pop(segment_id, None)
+            self._not_led.pop(segment_id, None)
         self.copier.forget(segment_id)
 
     def serve_until(self, boot_s: float) -> None:
@@ -184,9 +203,10 @@ class Replication:
         self.on_news()
 
     def broken(self) -> list[pb.BrokenPair]:
-        """Return the connections that are broken now, for the coordinator."""
+        """Return the connections that are broken now, and the roles that it cannot take, for the coordinator."""
         with self._lock:
-            return self._broken[:REPORTED_MAX]
+            not_led = [pb.BrokenPair(segment_id=number, epoch=epoch) for number, epoch in self._not_led.items()]
+            return (self._broken + not_led)[:REPORTED_MAX]
 
     def close(self) -> None:
         with self._lock:

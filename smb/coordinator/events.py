@@ -151,6 +151,15 @@ class BackupsLost:
 
 
 @dataclass(frozen=True, slots=True)
+class LeadsLater:
+    """A server can be the primary of these segments only after these epochs. Repeated like ServerReturned."""
+
+    name: str
+    epochs: Mapping[int, int]
+    changes_max: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class ServerDrained:
     """A memory server is to be drained, or (`undo`) is to get segments again."""
 
@@ -356,6 +365,7 @@ Event = (
     | UnexplainedJudged
     | SegmentsForgotten
     | BackupsLost
+    | LeadsLater
     | ServerDrained
     | MaintenancePlanned
     | MaintenanceEnded

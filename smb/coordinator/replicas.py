@@ -117,6 +117,19 @@ def lose_backups(record: BufferRecord, segment_ids: Collection[int]) -> BufferRe
     return _each(record, judge)
 
 
+def lead_later(record: BufferRecord, server: str, epochs: Mapping[int, int]) -> BufferRecord:
+    """Return the record with these segments' primaries on `server` alone, after these epochs, in which the server had
+    another role of their bundles.
+    """
+
+    def judge(segment: SegmentRecord) -> SegmentRecord:
+        last = epochs.get(segment.id, 0)
+        early = segment.server == server and segment.epoch <= last
+        return replace(_without_backup(segment), epoch=last + 1) if early else segment
+
+    return _each(record, judge)
+
+
 def stays_on(segment: SegmentRecord, leaving: str) -> str:
     """Return the server that keeps a segment when its copy on `leaving` goes; empty if `leaving` has no copy."""
     pair = (segment.server, segment.backup)

@@ -15,6 +15,7 @@ from smb.coordinator.events import (
     CopiesEnded,
     EndQuarantine,
     Instant,
+    LeadsLater,
     SaveBuffer,
     ServerDied,
     ServerReturned,
@@ -52,6 +53,13 @@ class RoleChanges:
         """Check the servers that this one cannot reach. If such a server is dead, the survivors go on alone before this
         method returns."""
         pairs = {pair.segment_id: pair for pair in broken}
+        later = {
+            copy.segment_id: pairs[copy.segment_id].epoch
+            for copy in self._commit_log.state.copies(server)
+            if copy.segment_id in pairs and copy.role is CopyRole.PRIMARY and pairs[copy.segment_id].epoch > copy.epoch
+        }
+        if later:
+            await self.commit_all(LeadsLater(server, later, self._commit_log.changes_max))
         copies = [copy for copy in self._commit_log.state.copies(server) if copy.segment_id in pairs and copy.peer]
         peers = sorted({copy.peer for copy in copies})
         servers = self._commit_log.state.servers
@@ -285,7 +293,7 @@ class RoleChanges:
         except Error as error:
             _log.info("%s; it will hear of its roles when it renews", error)
 
-    async def commit_all(self, event: ServerReturned | BackupsLost | CopiesEnded | Ticked) -> None:
+    async def commit_all(self, event: ServerReturned | BackupsLost | LeadsLater | CopiesEnded | Ticked) -> None:
         """Commit the event until it changes no buffer's record any more, since one event changes a bounded number."""
         while True:
             committed = await self._commit_log.commit(event)

@@ -15,6 +15,7 @@ from smb.coordinator.events import (
     CopyDropped,
     Effect,
     Instant,
+    LeadsLater,
     MoveAllowed,
     Report,
     RolesSwitched,
@@ -28,6 +29,7 @@ from smb.coordinator.replicas import (
     copies_on,
     drop_copy,
     end_copies,
+    lead_later,
     let_move,
     lose_backups,
     switch_roles,
@@ -194,6 +196,23 @@ def backups_lost(state: State, event: BackupsLost, _: Instant) -> Step:
         return lose_backups(record, ours)
 
     return judge_copies(state, judge, event.changes_max, of=list(state.buffers.at(event.name)))
+
+
+def leads_later(state: State, event: LeadsLater, now: Instant) -> Step:
+    """A primary cannot take its role, because it has another one of the bundle, from records that were replaced since.
+    The new epoch waits until every server was heard of: one may have a copy that is newer than these records, but not
+    newer than that epoch.
+    """
+    if not state.knows_all_memory(now):
+        return state, ()
+    epochs = Bundles(state.buffers.values()).with_epochs(event.epochs)
+
+    def judge(record: BufferRecord) -> BufferRecord:
+        return lead_later(record, event.name, epochs)
+
+    return judge_copies(
+        state, judge, event.changes_max, "gets its roles in a later epoch", of=list(state.buffers.at(event.name))
+    )
 
 
 def copy_begun(state: State, event: CopyBegun, now: Instant) -> Step:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -25,6 +26,7 @@ from smb.coordinator.events import (
     CopiesEnded,
     CopyBegun,
     DropSegments,
+    LeadsLater,
     MakeSegments,
     Restarted,
     SaveBuffer,
@@ -268,6 +270,32 @@ def test_a_contested_bundle_stays_with_a_primary_that_lacks_a_member(cluster: Cl
         register(cluster, "b", ids(cluster))
         assert place(cluster) == ("a", "b", 1, "")
         assert cluster.state.suspected == {"c", "d"}
+
+
+def test_a_primary_that_can_lead_later_does(cluster: Cluster) -> None:
+    """It has another role of the bundle, of an epoch that the records do not know. It leads alone in the next one, once
+    every server was heard of, and unless one has newer memory.
+    """
+    made(cluster)
+    cluster.do(Restarted(2))
+    event = LeadsLater("a", {segment(cluster, "m").id: 6}, 1)
+    for name in "abcd":
+        register(cluster, name, ids(cluster) if name in "ab" else frozenset())
+    contested = {"c": {segment(cluster).id: Held(7)}}
+    for begun, unexplained, asked in (
+        (cluster.state.began, {}, event),
+        (-math.inf, contested, event),
+        (-math.inf, {}, replace(event, name="b")),
+        (-math.inf, {}, replace(event, epochs={segment(cluster).id: 0})),
+    ):
+        cluster.state = replace(cluster.state, began=begun, unexplained=unexplained)
+        cluster.do(asked)
+        assert place(cluster) == ("a", "b", 1, "")
+    cluster.do(event)
+    assert place(cluster) == ("a", "", 7, "")
+    assert saved(cluster) == set(NAMES)
+    cluster.do(event)
+    assert saved(cluster) == set()
 
 
 @pytest.mark.parametrize("run", [1, 2])

@@ -5,6 +5,7 @@ started anew or come back at another address, registrations that are late, chang
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -455,6 +456,28 @@ def test_a_copy_is_not_given_up_for_one_of_a_dead_server(tmp_path: Path) -> None
             await log.commit(Ticked())
             assert log.state.buffers["w"] == made
             assert not log.state.alive("b", log.now())
+
+    asyncio.run(work())
+
+
+def test_a_primary_that_can_lead_later_says_so_when_it_renews(tmp_path: Path) -> None:
+    """A report of the epoch that the records have is about the connection to its backup alone."""
+
+    async def work() -> None:
+        async with beside(tmp_path) as log:
+            servers = cast(Any, Servers(living=1))
+            await register(log, "a", "b")
+            roles = RoleChanges(log, servers, SessionEndNotifier(log, servers))
+            made = await SegmentMaker(log, servers).create(
+                Creation("w", (8,), "float32", replicas=2, server_names=("a",)), 1.0
+            )
+            log.state = replace(log.state, began=-math.inf)
+            for name, epoch in (("a", 1), ("b", 4)):
+                await roles.look_after(name, [pb.BrokenPair(segment_id=made.segments[0].id, epoch=epoch)])
+                assert log.state.buffers["w"] == made
+            await roles.look_after("a", [pb.BrokenPair(segment_id=made.segments[0].id, epoch=4)])
+            (segment,) = log.state.buffers["w"].segments
+            assert (segment.server, segment.backup, segment.epoch) == ("a", "", 5)
 
     asyncio.run(work())
 

@@ -15,12 +15,13 @@ import pytest
 from memserver.engine import Engine, SegmentForm
 from memserver.memory_dir import MemoryDirectory
 from memserver.recovery import recover
-from memserver.replication import BACKUP, NONE, PRIMARY
+from memserver.replication import BACKUP, NONE, PRIMARY, Replication
 from memserver.segments import FOR_GOOD, NotRegisteredError, Segments
 from smb import errors
 from smb.daemon.host_memory import file_system_of
 from smb.drop_reasons import Ground
 from smb.errors import AlreadyExistsError
+from smb.rpc import control_pb2 as pb
 from tests.support.raw import Frame, Opcode, RawClient, Status
 
 MIB = 1 << 20
@@ -175,6 +176,30 @@ def test_another_term_may_give_a_role_that_was_ended_later(tmp_path: Path, leavi
         held = run.engine.holds(FORM.id)
         assert held is not None
         assert (held.role == PRIMARY) is leads
+
+
+def test_a_role_that_cannot_be_taken_is_reported(tmp_path: Path, leaving: ExitStack) -> None:
+    """Of two segments that move together, restored records know the one that had no later roles. Nobody could use it as
+    long as this server had those of the other one.
+    """
+    run = Run(tmp_path, leaving)
+    replication = Replication(run.engine)
+    leaving.callback(replication.close)
+
+    def take(number: int, epoch: int, role: int = PRIMARY) -> dict[int, int]:
+        part = pb.Replica(segment_id=number, epoch=epoch, role=role, copying=role == BACKUP)
+        replication.take([part])
+        return {pair.segment_id: pair.epoch for pair in replication.broken() if pair.segment_id == 1}
+
+    for number in (1, 2):
+        run.segments.create(replace(FORM, id=number), replicate=lambda number=number: take(number, 1), bundle_id=1)
+    assert take(2, 4) == {}
+    assert take(1, 2) == {1: 4}
+    assert take(1, 4) == {}
+    assert take(1, 2) == {}  # an answer that was overtaken
+    assert take(2, 6, BACKUP) == {}
+    assert take(1, 6) == {1: 7}  # the epoch is the same, but the role is not
+    assert take(1, 8) == {}
 
 
 def test_a_term_that_has_come_back_may_drop_again(tmp_path: Path, leaving: ExitStack) -> None:
