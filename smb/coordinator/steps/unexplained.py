@@ -103,7 +103,8 @@ def _take_up(state: State, changes_max: int | None, now: Instant) -> Step:
         if not claims:
             continue
         bundles = taking.bundles_of(record)
-        taken = _as_claimed(segment, claims, _members_held(taking, bundles, record, segment))
+        half = _half_made(taking, bundles, record, segment)
+        taken = _as_claimed(segment, claims, _members_held(taking, bundles, record, segment), half)
         judged = replace(record, segments=tuple(taken if each.id == segment_id else each for each in record.segments))
         changed = (judged, *bundles.followers(judged))
         left -= len(changed)
@@ -247,26 +248,49 @@ def _members_held(
     return held_by
 
 
+def _half_made(taking: _TakingUp, bundles: Bundles, record: BufferRecord, segment: SegmentRecord) -> frozenset[str]:
+    """Return the servers that hold an incomplete copy of a member of this segment's bundle."""
+    members = [each.id for _, each in bundles.members(record, segment)]
+    begun = {
+        server
+        for server, held in taking.unexplained.items()
+        if any(each in held and held[each].begun for each in members)
+    }
+    target = segment.copying_to
+    held, missing = taking.unexplained.get(target, {}), taking.missing.get(target, ())
+    if target and any(each not in held and each not in missing for each in members):
+        begun.add(target)
+    return frozenset(begun)
+
+
 def _as_claimed(
-    segment: SegmentRecord, claims: Mapping[str, Held], members_held: Callable[[str, int | None], frozenset[int]]
+    segment: SegmentRecord,
+    claims: Mapping[str, Held],
+    members_held: Callable[[str, int | None], frozenset[int]],
+    half_made: Collection[str],
 ) -> SegmentRecord:
     """Return the segment with its newest whole copies. If there are two that both know their roles, in the same epoch,
     and hold the same members of the bundle, all in that epoch, both go on: a member may have been made since, or was
     deleted, and one of them has kept it. Otherwise one of them goes on alone, in the next epoch, because it is unknown
-    which changes the other one has not forwarded.
+    which changes the other one has not forwarded. A server with an incomplete copy of a member is the last choice: it
+    would answer reads from that.
     """
     newest = max(held.epoch for held in claims.values())
     at = {server: held for server, held in sorted(claims.items()) if held.epoch == newest}
     primary = next((server for server, held in at.items() if held.primary), "")
     backup = next((server for server, held in at.items() if held.backup), "")
     held_of_pair = {members_held(server, epoch) for server in (primary, backup) for epoch in (newest, None)}
-    if primary and backup and len(held_of_pair) == 1:
+    if primary and backup and len(held_of_pair) == 1 and not {primary, backup} & set(half_made):
         roles = replace(segment, server=primary, backup=backup, epoch=newest, backup_made=newest)
     else:
         usual = (segment.server, segment.backup)
         alone = max(
             sorted(at, key=lambda server: (server != primary, server not in usual)),
-            key=lambda server: (len(members_held(server, newest)), len(members_held(server, None))),
+            key=lambda server: (
+                server not in half_made,
+                len(members_held(server, newest)),
+                len(members_held(server, None)),
+            ),
         )
         roles = replace(segment, server=alone, backup="", epoch=newest + 1, backup_made=0)
     return replace(roles, copying_to="", made=newest)

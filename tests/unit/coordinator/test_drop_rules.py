@@ -29,10 +29,12 @@ from smb.coordinator.lineage import TERMS_MAX, Lineage, Stamp
 from smb.coordinator.moves.wanted_copies import wishes
 from smb.coordinator.records import Held, SegmentRecord
 from smb.coordinator.replicas import CopyRole
-from smb.coordinator.state import SERVER_LEASE_S, State, load
+from smb.coordinator.state import SERVER_LEASE_S, State, load, put
 from smb.coordinator.steps.creation import NotNowError
 from smb.drop_reasons import Ground
 from tests.support.decisions import Cluster, registration, returned, server
+
+FROM_BEFORE = Held(2, quarantined=True)
 
 
 @pytest.fixture
@@ -471,9 +473,9 @@ def test_segments_beside_a_contested_one_change_roles() -> None:
     assert cluster.state.lost_segments(cluster.now) == frozenset()
 
 
-def without_the_member(cluster: Cluster, *kept_by: str, as_held: Held | None = None) -> Cluster:
+def without_the_member(cluster: Cluster, *kept_by: str, kept: Held = FROM_BEFORE, copied_to: str = "") -> Cluster:
     """The records of "m", which moved with "w" and was deleted since, are back; a pair of servers has "w" alone. Some
-    did not hear of the deletion, and hold it `as_held`.
+    did not hear of the deletion. `copied_to`: by the records, a copy of both is being made there.
     """
     cluster.create("m", like="w", joins=True, replicas=0)
     older, number = cluster.state, segment(cluster).id
@@ -486,8 +488,14 @@ def without_the_member(cluster: Cluster, *kept_by: str, as_held: Held | None = N
     back(cluster, "c", frozenset({number}), as_held=Held(4, backup=True), stamps=told)
     member, beside, missing = segment(cluster, "m").id, dict(cluster.state.unexplained), dict(cluster.state.missing)
     for name in kept_by:
-        beside[name] = {**beside[name], member: as_held or Held(2, quarantined=True)}
+        beside[name] = {**beside[name], member: kept}
         missing[name] -= {member}
+    if copied_to:
+        missing[copied_to] -= {member}
+        records = [cluster.state.buffers[name] for name in ("w", "m")]
+        parts = [replace(of.segments[0], backup="", copying_to=copied_to) for of in records]
+        copied = [replace(of, segments=(part,)) for of, part in zip(records, parts, strict=True)]
+        cluster.state = put(cluster.state, *copied)
     cluster.state = replace(cluster.state, unexplained=beside, missing=missing)
     judge(cluster)
     return cluster
@@ -513,14 +521,6 @@ def test_a_pair_does_not_go_on_with_a_member_from_before(cluster: Cluster, kept_
     assert cluster.state.confirmed(kept_by[0], segment(cluster, "m").id, cluster.now)
 
 
-def test_the_beginning_of_a_copy_is_no_member_of_a_pair(cluster: Cluster) -> None:
-    """It counted as the primary's memory, and was read as such. Now it counts as lost."""
-    begun = Held(3, whole=False, begun=True, quarantined=True)
-    cluster = without_the_member(cluster, "a", as_held=begun)
-    assert (segment(cluster).server, segment(cluster).backup, segment(cluster).epoch) == ("a", "c", 4)
-    assert cluster.state.lost_segments(cluster.now) == {segment(cluster, "m").id}
-
-
 def test_members_of_a_bundle_follow_the_newest_one(cluster: Cluster) -> None:
     """Records without "w" were restored, and the roles of "m" were switched; then records with both. The servers had
     other roles of "m" in the epoch that was given for the sake of "w", and refused these.
@@ -541,6 +541,18 @@ def test_members_of_a_bundle_follow_the_newest_one(cluster: Cluster) -> None:
         (at,) = cluster.state.buffers[name].segments
         assert (at.server, at.backup, at.epoch) == ("b", "", 6)
     assert not cluster.state.contested()
+
+
+@pytest.mark.parametrize("half", ["a", "c", "ac", "copied to c"])
+def test_a_server_with_half_a_member_is_the_last_choice(cluster: Cluster, half: str) -> None:
+    """It would answer reads from half a copy. The other server has nothing of that member, which counts as lost."""
+    if half == "copied to c":
+        cluster = without_the_member(cluster, copied_to="c")
+    else:
+        cluster = without_the_member(cluster, *half, kept=Held(2, whole=False, begun=True))
+    for name in ("w", "m"):
+        (at,) = cluster.state.buffers[name].segments
+        assert (at.server, at.backup, at.epoch) == ("c" if half == "a" else "a", "", 5)
 
 
 def test_a_living_primary_hears_first_that_another_goes_on_alone(cluster: Cluster) -> None:
