@@ -142,9 +142,8 @@ class MemoryServers:
         deadline_s = ANSWER_S + segment.file_bytes / CREATE_BYTES_PER_S_MIN
         try:
             peer = self._peer(server)
-            reply = await _while_alive(
-                peer.stub.CreateSegment(request, timeout=deadline_s, metadata=passed_on()), alive
-            )
+            made = _once_registered(lambda: peer.stub.CreateSegment(request, timeout=deadline_s, metadata=passed_on()))
+            reply = await _while_alive(made, alive)
         except grpc.aio.AioRpcError as error:
             if error.code() == grpc.StatusCode.NOT_FOUND:
                 raise AnotherRunError(f'memory server "{server.name}" was restarted meanwhile') from error

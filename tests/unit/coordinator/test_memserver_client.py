@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 import pytest
 
+from smb.coordinator.lineage import Stamp
 from smb.coordinator.memserver_client import MemoryServers
 from smb.coordinator.records import BufferRecord, SegmentRecord
 from smb.drop_reasons import Ground
@@ -79,10 +80,17 @@ class Registering(MemoryServerServicer):
             await context.abort(grpc.StatusCode.ABORTED, "this server is not registered with that coordinator")
         return pb.DeleteSegmentReply(used_bytes=7)
 
+    async def CreateSegment(self, request: pb.CreateSegmentRequest, context: Any) -> pb.CreateSegmentReply:  # noqa: N802
+        await self.DeleteSegment(pb.DeleteSegmentRequest(term=request.stamp.term), context)
+        return pb.CreateSegmentReply(used_bytes=7)
 
+
+@pytest.mark.parametrize("what", ["drop", "create"])
 @pytest.mark.parametrize("registers", [True, False])
-def test_a_drop_is_repeated_until_the_server_has_registered(registers: bool) -> None:
-    """It drops nothing for a coordinator with which it has not registered, and that takes a moment after a restart."""
+def test_a_call_is_repeated_until_the_server_has_registered(registers: bool, what: str) -> None:
+    """It drops and makes nothing for a coordinator with which it has not registered. That takes a moment after a
+    restart, and while a copy is made, since its server may hold more than the records say.
+    """
 
     async def work() -> None:
         there = Registering(2 if registers else 99)
@@ -94,7 +102,11 @@ def test_a_drop_is_repeated_until_the_server_has_registered(registers: bool) -> 
         at = replace(server("a"), control_address=f"127.0.0.1:{port}")
         try:
             with nullcontext() if registers else pytest.raises(UnavailableError, match="not registered"):
-                assert await servers.drop(at, 1, 1, Ground.DELETED) == 7
+                if what == "drop":
+                    assert await servers.drop(at, 1, 1, Ground.DELETED) == 7
+                else:
+                    record, segment = segment_of_12_gib()
+                    assert await servers.create(at, record, segment, stamp=Stamp(5, 5, 1)) == 7
             assert there.terms == [5] * (3 if registers else 7)
         finally:
             await servers.close()
