@@ -223,10 +223,12 @@ def what_is_listed_is_there(world: World, server: str, number: int, gone_s: floa
 @after("unlisted")
 def what_is_there_is_listed(world: World, server: str, number: int, there_s: float) -> str:
     """Memory that the records do not have at a server is listed there soon, while nothing befalls it. A server that was
-    restarted is registered only once those that have other copies of its segments answer, or their leases are over.
+    restarted is registered only once those that have other copies of its segments answer, or their leases are over. A
+    coordinator that stands still holds a server's calls for seconds, though another one leads.
     """
     others = () if world.is_registered(server) else world.hosts
-    well = there_s > UNLISTED_S_MAX and world.is_calm(world.leader_name(), server, "etcd", *others, for_s=there_s)
+    wire = (world.leader_name(), *world.coordinator_names, server, "etcd")
+    well = there_s > UNLISTED_S_MAX and world.is_calm(*wire, *others, for_s=there_s)
     return (
         f"{server} holds {number:016x} since {there_s:.1f} s, which no record has there and no list shows"
         if well
