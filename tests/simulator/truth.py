@@ -37,13 +37,15 @@ class Truth:
         self.parts: dict[int, Part] = {}
         self.primaries: dict[tuple[int, int], str] = {}  # by segment and epoch: the server that acknowledged a change
         self.lost_at = -1.0  # when a host lost its memory last
+        self.gone: set[int] = set()  # segments whose only copy was lost before anybody was told of them
 
     def told(self, title: str, replicas: int, segment_ids: Iterable[int], since: float) -> None:
         """A buffer was created, or found; it was asked for since that moment."""
         for number in segment_ids:
             if number not in self.parts:
                 part = self.parts[number] = Part(number, title, replicas)
-                part.lost = replicas == 1 and self.lost_at >= since and not any(self.holders(part))
+                lost = number in self.gone or self.lost_at >= since
+                part.lost = replicas == 1 and lost and not any(self.holders(part))
 
     def holders(self, part: Part, *, without: str = "") -> Iterator[str]:
         """Yield the hosts that have all that was acknowledged of a segment."""

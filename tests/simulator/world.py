@@ -473,7 +473,9 @@ class World:
             # A buffer with one copy that has just moved here: the former server has been told to drop its memory.
             alone = number in where and where[number][0].replicas == 1 and not where[number][1].backup
             moved = alone and where[number][1].server == name
-            if part is not None and (moved or not self.survives(part, name)):
+            if part is None and moved:
+                self.truth.gone.add(number)
+            elif part is not None and (moved or not self.survives(part, name)):
                 part.lost = True
         host.segments, host.quarantined, host.stamps = {}, set(), ()
         self.truth.lost_at = self.lost_at[name] = self.loop.time()
