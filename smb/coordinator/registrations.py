@@ -23,7 +23,7 @@ from smb.coordinator.messages import (
 from smb.coordinator.options import OwnPorts
 from smb.coordinator.role_changes import RoleChanges
 from smb.coordinator.state import Drops
-from smb.coordinator.steps.copies import NotAskedError, deciding_peers
+from smb.coordinator.steps.copies import NotAskedError, deciding_peers, may_be_dropped
 from smb.coordinator.token_issuer import TokenIssuer
 from smb.daemon.failpoint import failpoint
 from smb.errors import (
@@ -184,11 +184,8 @@ class Registrations:
         return frozenset(looks)
 
     async def _unproven_copies(self, event: ServerRegistered) -> frozenset[tuple[str, int]]:
-        """Return the other copies of what this server may be told to drop that their servers do not confirm now: of
-        what it holds beside the records, and after a restart of all, since others go on alone.
-        """
+        """Return the other copies of what this server may be told to drop that their servers do not confirm now."""
         name, state = event.server.name, self._commit_log.state
-        here = {copy.id for record in state.buffers.at(name) for copy in record.copies if copy.server == name}
         known = state.servers.get(name)
-        stays = here if known is not None and known.instance_id == event.server.instance_id else ()
-        return await self._roles.unproven_copies(event.held.keys() - stays, name)
+        restarted = known is None or known.instance_id != event.server.instance_id
+        return await self._roles.unproven_copies(may_be_dropped(state, name, event.held, restarted=restarted), name)

@@ -323,17 +323,20 @@ class State:
         return Pool(free, dead, weights, self.stripe_bytes, hosts, addresses, zones, draining, plain)
 
     def copies(self, server: str) -> list[Copy]:
-        """Return the server's roles in buffers with roles, including buffers that are still being made.
+        """Return the server's roles in buffers with roles, including buffers that are still being made. It has none of
+        a segment that it does not hold, or of which it has another copy: that would count as this one then.
 
         Two servers must never answer reads of a segment. So a server that was restarted is no primary of a buffer while
         it is not known whether that was made: its backup takes over once that is known. And nobody becomes the primary
         of a segment while its former one has not heard of that and its lease runs.
         """
+        missing = self.missing.get(server, ())
         return [
             copy
             for record in self.buffers.at(server)
             for copy in copies_on(record, server)
-            if copy.role is not CopyRole.PRIMARY or self._may_lead(server, record, copy.segment_id)
+            if copy.segment_id not in missing
+            and (copy.role is not CopyRole.PRIMARY or self._may_lead(server, record, copy.segment_id))
         ]
 
     def _may_lead(self, server: str, record: BufferRecord, segment_id: int) -> bool:
@@ -355,6 +358,16 @@ class State:
         more = {number: self.former_primaries.get(number, frozenset()).union(names) for number, names in former.items()}
         both = {**self.former_primaries, **more}
         return replace(self, former_primaries=both, suspected=self.suspected | (named & self.servers.keys()))
+
+    def without_lease(self, server: str) -> State:
+        """Return the state without the server's lease. It answers no reads any more."""
+        left = {number: names - {server} for number, names in self.former_primaries.items()}
+        return replace(
+            self,
+            server_leases=self.server_leases.end(server),
+            overdue=without(self.overdue, server),
+            former_primaries={number: names for number, names in left.items() if names},
+        )
 
     def rival(self, event: ServerRegistered, now: Instant) -> ServerRecord | None:
         """Return the other run that holds this server's name while its lease runs. It may be dead all the same."""

@@ -69,6 +69,9 @@ def server_returned(state: State, event: ServerReturned, now: Instant) -> Step:
     bundles = Bundles(state.buffers.values())
     missing = bundles.lacking(event.name, missing, heard)
     only_here = bundles.named_by(_lacked_by_primaries(state, event.name)) - missing
+    if only_here:  # it is not known whether a buffer that is not ready was made: without it, it takes over with none
+        unready = [record for record in state.buffers.at(event.name) if not record.ready]
+        only_here -= bundles.named_by({each.id for of in unready for each in of.segments} - event.held.keys())
 
     def judge(record: BufferRecord) -> BufferRecord:
         return come_back(record, event.name, missing, heard, restarted=restarted, behind=behind, only_here=only_here)
@@ -82,14 +85,16 @@ def server_returned(state: State, event: ServerReturned, now: Instant) -> Step:
 
 def with_former_primaries(before: State, state: State, effects: Iterable[Effect], gone: Collection[str] = ()) -> State:
     """Return the state in which servers that were primaries before, of the buffers saved by these effects, must hear
-    first that another one has taken over: they answer reads until then. The runs on servers that are `gone` do not.
+    first that another one has taken over: they answer reads until then. Servers without a lease do not, nor do former
+    runs, of servers that are `gone`.
     """
+    leases = state.server_leases.ends
     former = {
         segment.id: (was.server,)
         for effect in effects
         if isinstance(effect, SaveBuffer)
         for segment, was in zip(effect.record.segments, before.buffers[effect.record.key].segments, strict=True)
-        if was.server != segment.server and was.server not in gone
+        if was.server != segment.server and was.server not in gone and was.server in leases
     }
     return state.with_former_primaries(former) if former else state
 
@@ -139,6 +144,15 @@ def not_those_copies(state: State, server: str, held: Mapping[int, Held]) -> fro
         and server in (segment.server, segment.backup, segment.copying_to)
         and not is_that_copy(server, held[segment.id], segment)
     )
+
+
+def may_be_dropped(state: State, server: str, held: Mapping[int, Held], *, restarted: bool) -> frozenset[int]:
+    """Return the segments that a server holds and may be told to drop, once others have confirmed their copies: those
+    beside the records, and all if it was restarted or lacks something, since others go on alone then.
+    """
+    here = {copy.id for record in state.buffers.at(server) for copy in record.copies if copy.server == server}
+    stays = not restarted and here <= held.keys() - not_those_copies(state, server, held)
+    return frozenset(held.keys() - here if stays else held)
 
 
 def survivors(state: State, now: Instant) -> frozenset[str]:

@@ -199,7 +199,7 @@ def server_renewed(state: State, event: ServerRenewed, now: Instant) -> Step:
 def server_left(state: State, event: ServerLeft, now: Instant) -> Step:
     """A server has stopped cleanly."""
     server = _registered(state, event.name, event.instance_id)
-    state = _ended(state, event.name)
+    state = state.without_lease(event.name)
     report = Report(logging.INFO, f'memory server "{event.name}" left')
     if forgettable(state, event.name, now):
         return replace(state, servers=without(state.servers, event.name)), (EraseServer(event.name), report)
@@ -213,12 +213,7 @@ def server_died(state: State, event: ServerDied, _: Instant) -> Step:
     if known is None or known.instance_id != event.instance_id or event.name not in state.server_leases.ends:
         return state, ()
     report = Report(logging.WARNING, f'memory server "{event.name}" is dead: its process is gone')
-    return _ended(state, event.name), (report,)
-
-
-def _ended(state: State, name: str) -> State:
-    """Return the state without the server's lease."""
-    return replace(state, server_leases=state.server_leases.end(name), overdue=without(state.overdue, name))
+    return state.without_lease(event.name), (report,)
 
 
 def server_drained(state: State, event: ServerDrained, now: Instant) -> Step:

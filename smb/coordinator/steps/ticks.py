@@ -89,7 +89,7 @@ def ticked(state: State, event: Ticked, now: Instant) -> Step:
         text = f"{len(late)} of {len(state.server_leases.ends)} memory servers are late at once: it waits a lease more"
         effects.append(Report(logging.WARNING, f"{text} for {_listed(unproven)}"))
     for name in state.server_leases.run_out(now.monotonic):
-        state = replace(state, server_leases=state.server_leases.end(name), overdue=without(state.overdue, name))
+        state = state.without_lease(name)
         held = state.allocation(name).segments
         effects.append(Report(logging.WARNING, f'memory server "{name}" is gone: no renewal; it holds {held} segments'))
     gone = state.session_leases.run_out(now.monotonic)[: event.ends_max]

@@ -94,7 +94,7 @@ def _take_up(state: State, changes_max: int | None, now: Instant) -> Step:
     left, left_bytes = (changes_max // 2, CHANGED_BYTES_MAX) if changes_max is not None else (sys.maxsize, sys.maxsize)
     taking = _TakingUp(state, now)
     former: dict[int, frozenset[str]] = {}
-    newest = {each: taking.newest_claim(each) for each in state.contested()}
+    newest = taking.newest_claims(state.contested())
     # All members of a bundle follow the one that is judged first. That is the one with the newest claim: records that
     # were restored before may not have had the others, whose roles did not change since then.
     for segment_id in sorted(newest, key=lambda each: (-newest[each], each)):
@@ -103,8 +103,8 @@ def _take_up(state: State, changes_max: int | None, now: Instant) -> Step:
         if not claims:
             continue
         bundles = taking.bundles_of(record)
-        half = _half_made(taking, bundles, record, segment)
-        taken = _as_claimed(segment, claims, _members_held(taking, bundles, record, segment), half)
+        bundle = _Members(taking, bundles, record, segment)
+        taken = _as_claimed(segment, claims, bundle)
         judged = replace(record, segments=tuple(taken if each.id == segment_id else each for each in record.segments))
         changed = (judged, *bundles.followers(judged))
         left -= len(changed)
@@ -123,7 +123,7 @@ def _take_up(state: State, changes_max: int | None, now: Instant) -> Step:
             server
             for server, held in claims.items()
             if server not in (taken.server, taken.backup)
-            and held.epoch == taken.made
+            and held.epoch == newest[segment_id]
             and state.other_terms.get(server, frozenset()) & state.other_terms.get(taken.server, frozenset())
         ]
         # Two copies of one epoch of one history both have all acknowledged changes: this one may be made anew.
@@ -136,7 +136,7 @@ def _take_up(state: State, changes_max: int | None, now: Instant) -> Step:
             for server, held in taking.unexplained.items()
             if server in alike
         }
-        taking.with_old_copies(segment, taken, members)
+        taking.with_old_copies(segment, taken, members, bundle.held)
         for server, here in anew.items():
             taking.unexplained[server].update(here)
             effects.append(EndQuarantine(server, tuple(here)))
@@ -193,23 +193,31 @@ class _TakingUp:
             and self._before.heard(server, self._now)
         }
 
-    def newest_claim(self, segment_id: int) -> int:
-        return max((held.epoch for held in self.claims(*self.where[segment_id]).values()), default=0)
+    def newest_claims(self, contested: Collection[int]) -> dict[int, int]:
+        """Return the newest epoch in which a server that was heard of has each of these segments whole; at least 0."""
+        newest = dict.fromkeys(contested, 0)
+        for server, held in self.unexplained.items():
+            for number in held.keys() & newest.keys() if self._before.heard(server, self._now) else ():
+                if held[number].whole:
+                    newest[number] = max(newest[number], held[number].epoch)
+        return newest
 
-    def with_old_copies(self, before: SegmentRecord, taken: SegmentRecord, members: Collection[int]) -> None:
+    def with_old_copies(
+        self,
+        before: SegmentRecord,
+        taken: SegmentRecord,
+        members: Collection[int],
+        members_held: Callable[[str], frozenset[int]],
+    ) -> None:
         """Remove the segments that were taken up from `unexplained`. The copies that the record had elsewhere are now
         beside it, and quarantined, because clients may have changed them since the records were restored.
         """
         for server in (taken.server, taken.backup):
             if server:
-                # The other members of the bundle share its roles. A server that does not hold such a member, or a part
-                # of it only, has lost it.
-                held, missing = self.unexplained.setdefault(server, {}), self.missing.setdefault(server, set())
-                had = server in (before.server, before.backup)
-                there = {
-                    each for each in members if (held[each].whole if each in held else had and each not in missing)
-                }
-                missing.update(set(members) - there)
+                # The other members of the bundle share its roles. A server that does not hold such a member has lost
+                # it.
+                there, held = members_held(server), self.unexplained.setdefault(server, {})
+                self.missing[server] = self.missing.get(server, set()).union(members) - there
                 for each in members:
                     held.pop(each, None)
         for server in {before.server, before.backup, before.copying_to} - {taken.server, taken.backup, ""}:
@@ -224,51 +232,56 @@ class _TakingUp:
             missing.difference_update(members)
 
 
-def _members_held(
-    taking: _TakingUp, bundles: Bundles, record: BufferRecord, segment: SegmentRecord
-) -> Callable[[str, int | None], frozenset[int]]:
-    """Return a function that returns which members of this segment's bundle a server holds, whole, in an epoch, or in
-    any.
-    """
-    members = [each.id for _, each in bundles.members(record, segment)]
+class _Members:
+    """What servers hold of the segments that move together with one, which is to be taken up."""
 
-    def held_by(server: str, epoch: int | None) -> frozenset[int]:
-        held, missing = taking.unexplained.get(server, {}), taking.missing.get(server, ())
-        had = server in (segment.server, segment.backup)
-        return frozenset(
+    def __init__(self, taking: _TakingUp, bundles: Bundles, record: BufferRecord, segment: SegmentRecord) -> None:
+        self._taking, self._segment = taking, segment
+        self._epochs = {each.id: epoch_of(of, each) for of, each in bundles.members(record, segment)}
+
+    def held(self, server: str, epoch: int | None = None) -> frozenset[int]:
+        """Return those that a server has whole: as the records say, or in that epoch; None: in any but an earlier one
+        than the records have.
+        """
+        beside = self._taking.unexplained.get(server, {})
+        found = (
             each
-            for each in members
-            if (
-                (held[each].whole and epoch in (None, held[each].epoch))
-                if each in held
-                else had and each not in missing
-            )
+            for each, least in self._epochs.items()
+            if each in beside
+            and beside[each].whole
+            and (beside[each].epoch >= least if epoch is None else beside[each].epoch == epoch)
         )
+        return self._as_recorded(server).union(found)
 
-    return held_by
+    def made(self, server: str) -> int:
+        """Return the epoch since which a server has had all that it has of them."""
+        beside, segment = self._taking.unexplained.get(server, {}), self._segment
+        epochs = [beside[each].epoch for each in self.held(server) if each in beside]
+        if self._as_recorded(server):
+            epochs.append(segment.made if server == segment.server else segment.backup_made)
+        return min(epochs)
+
+    def half_made(self) -> frozenset[str]:
+        """Return the servers that hold an incomplete copy of one."""
+        begun = {
+            server
+            for server, held in self._taking.unexplained.items()
+            if any(each in held and held[each].begun for each in self._epochs)
+        }
+        target = self._segment.copying_to
+        held, missing = self._taking.unexplained.get(target, {}), self._taking.missing.get(target, ())
+        if target and any(each not in held and each not in missing for each in self._epochs):
+            begun.add(target)
+        return frozenset(begun)
+
+    def _as_recorded(self, server: str) -> frozenset[int]:
+        if server not in (self._segment.server, self._segment.backup):
+            return frozenset()
+        beside, missing = self._taking.unexplained.get(server, {}), self._taking.missing.get(server, set())
+        return frozenset(self._epochs.keys() - beside.keys() - missing)
 
 
-def _half_made(taking: _TakingUp, bundles: Bundles, record: BufferRecord, segment: SegmentRecord) -> frozenset[str]:
-    """Return the servers that hold an incomplete copy of a member of this segment's bundle."""
-    members = [each.id for _, each in bundles.members(record, segment)]
-    begun = {
-        server
-        for server, held in taking.unexplained.items()
-        if any(each in held and held[each].begun for each in members)
-    }
-    target = segment.copying_to
-    held, missing = taking.unexplained.get(target, {}), taking.missing.get(target, ())
-    if target and any(each not in held and each not in missing for each in members):
-        begun.add(target)
-    return frozenset(begun)
-
-
-def _as_claimed(
-    segment: SegmentRecord,
-    claims: Mapping[str, Held],
-    members_held: Callable[[str, int | None], frozenset[int]],
-    half_made: Collection[str],
-) -> SegmentRecord:
+def _as_claimed(segment: SegmentRecord, claims: Mapping[str, Held], bundle: _Members) -> SegmentRecord:
     """Return the segment with its newest whole copies. If there are two that both know their roles, in the same epoch,
     and hold the same members of the bundle, all in that epoch, both go on: a member may have been made since, or was
     deleted, and one of them has kept it. Otherwise one of them goes on alone, in the next epoch, because it is unknown
@@ -279,21 +292,22 @@ def _as_claimed(
     at = {server: held for server, held in sorted(claims.items()) if held.epoch == newest}
     primary = next((server for server, held in at.items() if held.primary), "")
     backup = next((server for server, held in at.items() if held.backup), "")
-    held_of_pair = {members_held(server, epoch) for server in (primary, backup) for epoch in (newest, None)}
-    if primary and backup and len(held_of_pair) == 1 and not {primary, backup} & set(half_made):
-        roles = replace(segment, server=primary, backup=backup, epoch=newest, backup_made=newest)
+    half_made = bundle.half_made()
+    held_of_pair = {bundle.held(server, epoch) for server in (primary, backup) for epoch in (newest, None)}
+    if primary and backup and len(held_of_pair) == 1 and not {primary, backup} & half_made:
+        roles = replace(segment, server=primary, backup=backup, epoch=newest, backup_made=bundle.made(backup))
     else:
         usual = (segment.server, segment.backup)
         alone = max(
             sorted(at, key=lambda server: (server != primary, server not in usual)),
             key=lambda server: (
                 server not in half_made,
-                len(members_held(server, newest)),
-                len(members_held(server, None)),
+                len(bundle.held(server, newest)),
+                len(bundle.held(server)),
             ),
         )
         roles = replace(segment, server=alone, backup="", epoch=newest + 1, backup_made=0)
-    return replace(roles, copying_to="", made=newest)
+    return replace(roles, copying_to="", made=bundle.made(roles.server))
 
 
 def segments_forgotten(state: State, event: SegmentsForgotten, now: Instant) -> Step:

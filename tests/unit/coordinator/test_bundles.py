@@ -259,6 +259,33 @@ def test_a_backup_takes_over_from_a_primary_that_lacks_a_member(cluster: Cluster
     assert ("a" in cluster.state.suspected) is not both
 
 
+@pytest.mark.parametrize("dies_first", [False, True])
+def test_nobody_waits_for_a_former_primary_without_a_lease(cluster: Cluster, dies_first: bool) -> None:
+    """It answers no reads then. The backup waited for its next renewal, which may never come."""
+    made(cluster)
+    cluster.do(Restarted(2))
+    all_of_them = ids(cluster)
+    register(cluster, "a", all_of_them - {segment(cluster, "m").id})
+    if dies_first:
+        cluster.do(ServerDied("a", 1))
+    register(cluster, "b", all_of_them)
+    if not dies_first:
+        assert cluster.state.not_led() == all_of_them
+        cluster.do(ServerDied("a", 1))
+    assert place(cluster) == ("b", "", 2, "")
+    assert cluster.state.former_primaries == {}
+    assert {copy.segment_id for copy in cluster.state.copies("b")} == all_of_them
+
+
+def test_a_backup_does_not_take_over_what_it_may_never_have_made(cluster: Cluster) -> None:
+    """Its primary lacks a member, and the coordinator was stopped while another was made: that is judged first."""
+    cluster.do(Restarted(2))
+    all_of_them = ids(cluster)
+    register(cluster, "a", all_of_them - {segment(cluster, "m").id})
+    register(cluster, "b", all_of_them - {segment(cluster, "v").id})
+    assert place(cluster) == ("a", "b", 1, "")
+
+
 def test_a_contested_bundle_stays_with_a_primary_that_lacks_a_member(cluster: Cluster) -> None:
     """And nobody has to register again, as often as either of them does."""
     made(cluster)

@@ -30,6 +30,7 @@ from smb.coordinator.moves.wanted_copies import wishes
 from smb.coordinator.records import Held, SegmentRecord
 from smb.coordinator.replicas import CopyRole
 from smb.coordinator.state import SERVER_LEASE_S, State, load, put
+from smb.coordinator.steps.copies import may_be_dropped
 from smb.coordinator.steps.creation import NotNowError
 from smb.drop_reasons import Ground
 from tests.support.decisions import Cluster, registration, returned, server
@@ -541,6 +542,41 @@ def test_members_of_a_bundle_follow_the_newest_one(cluster: Cluster) -> None:
         (at,) = cluster.state.buffers[name].segments
         assert (at.server, at.backup, at.epoch) == ("b", "", 6)
     assert not cluster.state.contested()
+    # It may register before it hears of this role: that copy of "w" is the one that was taken up.
+    held = {number: Held(4, **roles[0]["b"]), member: Held(5, **roles[1]["b"])}
+    cluster.do(replace(registration(cluster.state, server("b"), frozenset(held)), held=held))
+    assert cluster.state.missing["b"] == frozenset()
+
+
+def test_a_member_that_is_older_than_its_record_is_lost_with_its_bundle(cluster: Cluster) -> None:
+    """Of two histories, one has the newer "m", and an old copy of "w" beside it. That was read as if it were "w"."""
+    cluster.create("m", like="w", joins=True, replicas=0)
+    number, member = segment(cluster).id, segment(cluster, "m").id
+    cluster.do(ServerDied("b", 1))
+    cluster.do(Ticked())
+    cluster.do(CopyBegun("w", number, "c", 1, 3, members=frozenset({number, member})))
+    cluster.do(CopiesEnded("a", {number: 3}, True))  # on a and c, in epoch 4
+    other = (cluster.state.lineage.stamp._replace(term=77, sequence=99),)
+    cluster = again(cluster)
+    for name in ("a", "c"):
+        back(cluster, name, frozenset({number, member}), as_held=Held(4), stamps=other)
+    back(cluster, "b")
+    held = {number: Held(1), member: Held(8, primary=True)}
+    cluster.state = replace(cluster.state, unexplained={**cluster.state.unexplained, "b": held})
+    judge(cluster)
+    assert (segment(cluster).server, segment(cluster).backup, segment(cluster).epoch) == ("b", "", 9)
+    assert cluster.state.missing["b"] == {number}
+    assert all(cluster.state.unexplained[name][number].quarantined for name in ("a", "c"))
+
+
+@pytest.mark.parametrize("lacks", [False, True])
+@pytest.mark.parametrize("restarted", [False, True])
+def test_others_are_asked_before_anything_may_go(cluster: Cluster, restarted: bool, lacks: bool) -> None:
+    """A primary without a member loses the others to its backup, too. That may just have died."""
+    cluster.create("m", like="w", joins=True, replicas=0)
+    held = {segment(cluster, name).id: Held(1) for name in ("w" if lacks else "wm")}
+    asked = may_be_dropped(cluster.state, "a", {**held, 99: Held(1)}, restarted=restarted)
+    assert asked == ({*held, 99} if restarted or lacks else {99})
 
 
 @pytest.mark.parametrize("half", ["a", "c", "ac", "copied to c"])
@@ -553,6 +589,8 @@ def test_a_server_with_half_a_member_is_the_last_choice(cluster: Cluster, half: 
     for name in ("w", "m"):
         (at,) = cluster.state.buffers[name].segments
         assert (at.server, at.backup, at.epoch) == ("c" if half == "a" else "a", "", 5)
+    # With a role, half a copy would count as whole from then on.
+    assert all(copy.segment_id == segment(cluster).id for name in "abc" for copy in cluster.state.copies(name))
 
 
 def test_a_living_primary_hears_first_that_another_goes_on_alone(cluster: Cluster) -> None:
