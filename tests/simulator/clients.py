@@ -442,7 +442,10 @@ class Client:
         if not session:
             return
         request = pb.CreateBufferRequest(name=name, kind=pb.LOCK, exist_ok=True, replicas=2)
+        asked = self.world.loop.time()
         reply = await self.call("CreateBuffer", request)
+        if self.world.put_back_since(asked):
+            return  # the store may have lost the lock of which this tells
         segment = reply.layout.segments[0]
         began, ids = self.world.loop.time(), (segment.id, segment.epoch or reply.layout.epoch)
         try:
