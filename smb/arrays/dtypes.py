@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from smb.errors import InvalidArgumentError
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Dtype:
     """One element type. `number` travels in frames (see csrc/smb/types.h); `itemsize` is in bytes. `storage`: there is
     no arithmetic on it.
@@ -23,19 +23,14 @@ class Dtype:
     itemsize: int
     storage: bool = False
 
-    @property
+    @cached_property
     def numpy(self) -> np.dtype[Any]:
         """Numpy's element type of this name; bfloat16 and float8 are those of ml_dtypes."""
-        return _numpy_dtype(self.name)
+        # Imported here: daemons need only the names of types, and loading numpy takes a third of their start.
+        import ml_dtypes
+        import numpy as np
 
-
-@cache
-def _numpy_dtype(name: str) -> np.dtype[Any]:
-    # Imported here: daemons need only the names of types, and loading numpy takes a third of their start.
-    import ml_dtypes
-    import numpy as np
-
-    return np.dtype(getattr(ml_dtypes, name, name))
+        return np.dtype(getattr(ml_dtypes, self.name, self.name))
 
 
 DTYPES: dict[str, Dtype] = {

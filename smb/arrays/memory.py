@@ -96,13 +96,17 @@ def readable(array: Any, dtype: Dtype) -> Memory:
     Raises InvalidArgumentError for another dtype or byte order, for masked elements, for memory of a GPU, for sparse
     tensors, tensors that wrap others or are on the meta device, and for objects that are not arrays.
     """
-    if type(array) is np.ndarray:
-        return _of_numpy(_contiguous(_same_dtype(array, dtype)))
-    if is_tensor(array):
-        return _of_tensor(_resolved(_plain(array, dtype, out=False)).contiguous())
-    if hasattr(array, "__dlpack__") and not isinstance(array, np.ndarray):
-        return _of_dlpack(array, dtype)
-    return _of_numpy(_contiguous(_same_dtype(_as_numpy(unmasked(array), dtype), dtype)))
+    if type(array) is not np.ndarray:
+        if is_tensor(array):
+            return _of_tensor(_resolved(_plain(array, dtype, out=False)).contiguous())
+        if hasattr(array, "__dlpack__") and not isinstance(array, np.ndarray):
+            return _of_dlpack(array, dtype)
+        array = _as_numpy(unmasked(array), dtype)
+    if array.dtype != dtype.numpy:
+        raise _wrong_dtype(array, str(array.dtype), dtype)
+    if not array.flags.c_contiguous:
+        array = np.ascontiguousarray(array)
+    return Memory(memory_of(array), array.size, array.shape, array)
 
 
 def is_tensor(array: Any) -> bool:
@@ -211,26 +215,12 @@ def writable(out: Any, dtype: Dtype, count: int) -> Memory:
             raise InvalidArgumentError("out= is not contiguous in memory; pass a contiguous array")
         if not array.flags.writeable:
             raise InvalidArgumentError("out= is read-only; pass a writable array")
-        memory = _of_numpy(array)
+        memory = Memory(memory_of(array), array.size, array.shape, array)
     if memory.count != count:
         raise InvalidArgumentError(
             f"out= has {memory.count} elements but {count} are to be read; pass an array of {count}"
         )
     return memory
-
-
-def _of_numpy(array: np.ndarray[Any, Any]) -> Memory:
-    return Memory(memory_of(array), array.size, array.shape, array)
-
-
-def _contiguous(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    return array if array.flags.c_contiguous else np.ascontiguousarray(array)
-
-
-def _same_dtype(array: np.ndarray[Any, Any], dtype: Dtype) -> np.ndarray[Any, Any]:
-    if array.dtype is not dtype.numpy and array.dtype != dtype.numpy:
-        raise _wrong_dtype(array, str(array.dtype), dtype)
-    return array
 
 
 def _wrong_dtype(array: Any, given: str, dtype: Dtype) -> InvalidArgumentError:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -119,11 +119,9 @@ def direct_call(request_address: int, outcome_address: int) -> tuple[Request, Ou
     return request, outcome_of(ffi.cast("struct smb_outcome *", outcome_address))
 
 
-def memory_of(array: Any) -> Any:
-    """Return the address of a contiguous array's bytes, for a Request; keeps the array alive. Raises TypeError,
-    ValueError or BufferError if the array has no buffer protocol.
-    """
-    return ffi.from_buffer(array)
+# Returns the address of a contiguous array's bytes, for a Request; keeps the array alive. Raises TypeError, ValueError
+# or BufferError if the array has no buffer protocol.
+memory_of: Callable[[Any], Any] = ffi.from_buffer
 
 
 def address_of(memory: Any) -> int:
