@@ -494,7 +494,7 @@ class Buffer(Indexed, Direct):
             sending = feedback.take(arrays.as_float32(owner), offset, scale, wires)
             request = Request(_ACCUMULATE, start, nbytes, memory_of(sending.values), sink, op=number, wire=wires)
             try:
-                self._dispatcher.call(request, fence=fence, deadline=deadline, in_turn=True)
+                self._dispatcher.call(request, fence=fence, until=deadline.end, in_turn=True)
             except BaseException as error:
                 if not leave_to_settle(error, self._session, self._dispatcher, sending):
                     sending.undo()

@@ -83,7 +83,8 @@ class Arguments:
 
     def part(self, shape: tuple[int, ...], count: int, offset: int | None, call: str) -> tuple[int, int]:
         """Return (offset, count) of the elements that an array of this shape stands for."""
-        self.check_shape(shape, call, "the array")
+        if shape != self.info.shape:
+            self.check_shape(shape, call, "the array")
         if offset is not None:
             return self.range(offset, count, call)
         if count != self.size:
@@ -233,7 +234,9 @@ class Arguments:
         number = self.op(op, scale, "accumulate")
         wires = self.wire(wire, "accumulate")
         pointer, offset, count, owner = self.source(array, offset, "accumulate")
-        result, sink, deliver = self.fetched(owner.shape, count, fetch, out)
+        result, sink, deliver = None, NOWHERE, None
+        if fetch or out is not None:
+            result, sink, deliver = self.fetched(owner.shape, count, fetch, out)
         start, nbytes = offset * self.itemsize, count * self.itemsize
         if out is not None and abs(address_of(sink) - address_of(pointer)) < nbytes:
             # After a broken connection the answer would be sent in place of the array.

@@ -54,8 +54,8 @@ _REWRITES = (Opcode.WRITE, Opcode.FILL)  # changes that may be repeated: doing a
 
 class _Call:
     __slots__ = (
-        "attempt", "backoff", "deadline", "ended", "fence", "handle", "made", "others", "reopened", "request",
-        "touched", "warden",
+        "attempt", "backoff", "ended", "fence", "handle", "made", "others", "reopened", "request", "touched", "until",
+        "warden",
     )  # fmt: skip
 
     def __init__(
@@ -63,7 +63,7 @@ class _Call:
         request: Request,
         fence: Fence | None,
         others: tuple[Dispatcher, ...],
-        deadline: Deadline,
+        until: float,
         ended: Outcome | None,
         handle: BufferHandle | None,
     ) -> None:
@@ -71,13 +71,18 @@ class _Call:
         self.fence = fence
         self.others = others
         self.warden: Dispatcher | None = None  # of the buffer whose lock `fence` is, if that is another one
-        self.deadline = deadline
+        self.until = until
         self.ended = ended  # how the last attempt failed; None: an attempt has to be made
         self.handle = handle  # used by the last attempt
         self.attempt: Attempt | None = None  # the last one
         self.touched = False  # an attempt before the last one may have changed something
         self.reopened = False  # newer tokens were requested
         self.backoff: Backoff | None = None  # created at the first pause: most calls need none
+
+    @property
+    def deadline(self) -> Deadline:
+        """The time up to which the call may block, in all its attempts."""
+        return Deadline(0.0, self.until)
 
     @property
     def beside(self) -> tuple[Dispatcher, ...]:
@@ -121,27 +126,31 @@ class Dispatcher:
         *,
         fence: Fence | None = None,
         others: tuple[Dispatcher, ...] = (),
-        started: float | None = None,
+        until: float | None = None,
         ended: Outcome | None = None,
-        deadline: Deadline | None = None,
         in_turn: bool = False,
     ) -> int:
         """Make one call on the engine, or go on with one that has `ended`. Returns the engine's number, unsigned.
 
-        The links repair broken connections (transport/reconnect.py). `deadline` is given if this call is part of
-        another one; `in_turn` says that the whole call has waited for earlier async calls.
+        The links repair broken connections (transport/reconnect.py). `until` is given if this call is part of another
+        one, or has begun already: it blocks up to this time of time.monotonic(). `in_turn` says that the whole call
+        has waited for earlier async calls.
         """
         call: _Call | None = None
         if ended is not None and (interrupt := take_interrupt()) is not None:
             accounts.account_interrupt(self, interrupt, request, ended, touched=False)
             raise interrupt
         try:
-            deadline = deadline or Deadline(self.session.timeout, started)
-            call = _Call(request, fence, others, deadline, ended, self.paths.handle)
-            if self._is_empty(call):
+            until = time.monotonic() + self.session.timeout if until is None else until
+            call = _Call(request, fence, others, until, ended, self.paths.handle)
+            if fence is not None or not self.unversioned:
+                self._check_change(call)
+            if request.nbytes == 0:
+                self.session.check_open()
                 return 0
-            if ended is None and not in_turn and self.unversioned:
-                self._take_turn(call)
+            waits = ended is None and not in_turn and self.unversioned
+            if waits and not (self.turns.quiet.open and all(other.turns.quiet.open for other in others)):
+                self.wait_turn(request, call.deadline, others)
             while True:
                 if call.ended is None:
                     done = self._attempt(call)
@@ -159,8 +168,8 @@ class Dispatcher:
             accounts.account_interrupt(self, error, request, how, touched=touched)
             raise
 
-    def _is_empty(self, call: _Call) -> bool:
-        """Return True if the call covers no elements. Raises InvalidArgumentError for a call that is not allowed."""
+    def _check_change(self, call: _Call) -> None:
+        """Give a fenced call its lock's token. Raises InvalidArgumentError for a change that is not allowed."""
         request, fence = call.request, call.fence
         if not self.unversioned and request.opcode is not Opcode.READ and not request.token:
             raise InvalidArgumentError(
@@ -172,25 +181,17 @@ class Dispatcher:
             # a call that has ended already keeps the token that the lock had when it was made
             if call.ended is None and not request.token:
                 call.request = request._replace(token=fence.token)
-        if request.nbytes == 0:
-            self.session.check_open()
-            return True
-        return False
-
-    def _take_turn(self, call: _Call) -> None:
-        if not (self.turns.quiet.open and all(other.turns.quiet.open for other in call.others)):
-            self.wait_turn(call.request, call.deadline, call.others)
 
     def _attempt(self, call: _Call) -> int | None:
         """Return the engine's number, or None if the attempt failed; `call.ended` says how."""
         self.session.check_open()
-        request, others, deadline = call.request, call.others, call.deadline
+        request, others = call.request, call.others
         handle, theirs, warden = self.paths.handle, _NOBODY, None
         gated = request.token != 0 or request.opcode is Opcode.APPLY
         if call.warden is not None:  # in each attempt: one of the two buffers may have moved meanwhile
             check_warden(self.arguments.asked_by(request), self.info, call.warden.info)
         if handle is None or gated or others:
-            handle, theirs = handles_of(self.paths, [other.paths for other in call.beside], deadline, gated=gated)
+            handle, theirs = handles_of(self.paths, [other.paths for other in call.beside], call.deadline, gated=gated)
         if call.warden is not None:
             theirs, warden = theirs[:-1], theirs[-1]
         call.handle = handle
@@ -198,8 +199,11 @@ class Dispatcher:
             sources = others if request.sources else others[:1]
             if any(self.paths.lies_apart(source.paths) for source in sources):
                 return self._bring(call, [self.arguments.elements(request)])
+        left_ms = call.deadline.left_ms()
+        if self.paths.lost and self.paths.are_lost(request.offset, request.nbytes):
+            left_ms = min(left_ms, LOST_WAIT_MS)  # servers that have lost the memory may never answer
         call.attempt = attempt = Attempt()
-        done = handle.transfer(request, self._patience_ms(call), theirs, attempt, warden)
+        done = handle.transfer(request, left_ms, theirs, attempt, warden)
         if (interrupt := take_interrupt()) is not None:
             accounts.account_interrupt(self, interrupt, request, done, touched=call.touched)
             raise interrupt
@@ -209,13 +213,6 @@ class Dispatcher:
             return done
         call.ended = done
         return None
-
-    def _patience_ms(self, call: _Call) -> int:
-        """Return the longest wait of an attempt: short if its servers have lost the memory."""
-        left_ms = call.deadline.left_ms()
-        if self.paths.lost and self.paths.are_lost(call.request.offset, call.request.nbytes):
-            return min(left_ms, LOST_WAIT_MS)
-        return left_ms
 
     def _recover(self, call: _Call) -> int | None:
         """Do what decide() says after a failed attempt. Returns the engine's number if the call is done after that,
@@ -324,15 +321,15 @@ class Dispatcher:
 
     def _bring(self, call: _Call, parts: list[range]) -> int:
         """Do the unfinished `parts` of a call by reading its sources into this process and sending the values along."""
-        request, others, deadline = call.request, call.others, call.deadline
+        request, others = call.request, call.others
         rest = () if request.sources else others[1:]
-        do = functools.partial(self.call, fence=call.fence, others=rest, deadline=deadline)
-        number = bring(self, request, others, parts, do, deadline)
+        do = functools.partial(self.call, fence=call.fence, others=rest, until=call.until)
+        number = bring(self, request, others, parts, do, call.until)
         here.finished = call.made
         return number
 
     def _do_rest(self, call: _Call, left: list[range]) -> int:
-        do = functools.partial(self.call, fence=call.fence, others=call.others, deadline=call.deadline, in_turn=True)
+        do = functools.partial(self.call, fence=call.fence, others=call.others, until=call.until, in_turn=True)
         number = do_rest(self, call.request, left, do)
         here.finished = call.made
         return number
@@ -512,4 +509,5 @@ def _go_on(calls: weakref.ref[Dispatcher], started: float, request_address: int,
     request, ended = engine.direct_call(request_address, outcome_address)
     dispatcher = calls()
     assert dispatcher is not None
-    return dispatcher.arguments.number(dispatcher.call(request, started=started, ended=ended))
+    until = started + dispatcher.session.timeout
+    return dispatcher.arguments.number(dispatcher.call(request, until=until, ended=ended))

@@ -14,13 +14,12 @@ from smb import engine
 from smb.arrays.dtypes import OPS
 from smb.call.accounts import CallingDispatcher, account_part, here
 from smb.engine import NOWHERE, Opcode, Request
-from smb.transport.base import Deadline
 
 BROUGHT_BYTES = 32 << 20  # bytes of brought sources held at a time
 
 
 class Source(Protocol):
-    def call(self, request: Request, *, deadline: Deadline) -> int: ...
+    def call(self, request: Request, *, until: float) -> int: ...
 
 
 def part_of(request: Request, part: range, itemsize: int) -> Request | None:
@@ -76,12 +75,12 @@ def bring(
     sources: Sequence[Source],
     parts: list[range],
     call: Callable[[Request], int],
-    deadline: Deadline,
+    until: float,
 ) -> int:
     """Do the unfinished `parts` of a call whose sources lie on other servers than its buffer.
 
     Reads the sources and sends the values along; of several sources, their sum. Each chunk is read at one instant and
-    used later, as servers do it. `call` does one part.
+    used later, as servers do it. `call` does one part. Reads block up to `until`, a time of time.monotonic().
     """
     itemsize, chunk_bytes = calls.arguments.itemsize, calls.arguments.info.layout.chunk_bytes
     most = max(1, BROUGHT_BYTES // chunk_bytes) * chunk_bytes // itemsize
@@ -94,10 +93,10 @@ def bring(
             read = Request(Opcode.READ, offset, nbytes)
             change = request._replace(offset=offset, nbytes=nbytes, token=0, sources=())
             if request.sources:
-                memory = _sum_of(calls, request, sources, read, deadline)
+                memory = _sum_of(calls, request, sources, read, until)
                 change = change._replace(opcode=Opcode.WRITE, op=0)
             else:
-                memory = _read_for(sources[0], read, deadline)
+                memory = _read_for(sources[0], read, until)
             if request.opcode is Opcode.ACCUMULATE_FROM and not request.sources:
                 change = change._replace(opcode=Opcode.ACCUMULATE)
             begun = change._replace(source=memory)
@@ -110,20 +109,18 @@ def bring(
     return 0
 
 
-def _read_for(source: Source, read: Request, deadline: Deadline) -> Any:
+def _read_for(source: Source, read: Request, until: float) -> Any:
     values = np.empty(read.nbytes, np.uint8)
     memory = engine.memory_of(values)
-    source.call(read._replace(sink=memory), deadline=deadline)
+    source.call(read._replace(sink=memory), until=until)
     return memory
 
 
-def _sum_of(
-    calls: CallingDispatcher, request: Request, sources: Sequence[Source], read: Request, deadline: Deadline
-) -> Any:
+def _sum_of(calls: CallingDispatcher, request: Request, sources: Sequence[Source], read: Request, until: float) -> Any:
     """Return memory that holds the sum of several sources, computed as servers compute it."""
     number, count = calls.arguments.dtype.number, read.nbytes // calls.arguments.itemsize
     total = engine.memory_of(np.empty(read.nbytes, np.uint8))
     for index, (source, (scale, wire)) in enumerate(zip(sources, request.sources, strict=True)):
-        values = _read_for(source, read._replace(wire=wire), deadline)
+        values = _read_for(source, read._replace(wire=wire), until)
         engine.apply_op(number, OPS["sum" if index else "replace"], total, values, count, scale)
     return total

@@ -227,7 +227,7 @@ class Versions:
                     inside = done - (ends[index] - size)
                     base = self._slot_base(slot) + offset + inside
                     length = self._block(base, size - inside, block)
-                    self._read(base, length, memory_at(address_of(sink) + inside * itemsize), wire, started)
+                    self._read(base, length, memory_at(address_of(sink) + inside * itemsize), wire, deadline.end)
                     done += length
                 now = time.monotonic()
                 block = max(_BLOCK_MIN, block // 2 if now - began > _LOOK_S else min(4 * block, self._arguments.size))
@@ -403,7 +403,7 @@ class Versions:
         """Return the first element of a slot."""
         return slot * self._calls.info.copy_stride_bytes // self._arguments.dtype.itemsize
 
-    def _read(self, offset: int, count: int, sink: Any, wire: int, started: float | None = None) -> None:
+    def _read(self, offset: int, count: int, sink: Any, wire: int, until: float | None = None) -> None:
         itemsize = self._arguments.itemsize
         request = Request(Opcode.READ, offset * itemsize, count * itemsize, sink=sink, wire=wire)
-        self._calls.call(request, started=started)
+        self._calls.call(request, until=until)

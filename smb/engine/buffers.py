@@ -110,7 +110,7 @@ class BufferHandle:
         that failed. `attempt` has both, too, even if a signal handler raises in here.
         """
         attempt = attempt or Attempt()
-        outcome = attempt.begin()
+        outcome = attempt.raw
         raw = raw_request(request, timeout_ms)
         if request.indices is not None:
             raw.indices, raw.count = ffi.cast("int64_t *", memory_of(request.indices)), request.indices.size

@@ -38,7 +38,7 @@ class Request(NamedTuple):
     sources: tuple[tuple[float, int], ...] = ()  # scale and wire of each other buffer, if several are to be summed
 
 
-_RAW_REQUEST = ffi.typeof("struct smb_request *")
+_RAW_REQUEST, _RAW_OUTCOME = ffi.typeof("struct smb_request *"), ffi.typeof("struct smb_outcome *")
 
 
 def raw_request(request: Request, timeout_ms: int) -> Any:
@@ -83,28 +83,22 @@ class Attempt:
     outcome. So the outcome is stored here when the engine returns.
     """
 
-    __slots__ = ("_raw",)
+    __slots__ = ("raw",)
 
     def __init__(self) -> None:
-        self._raw: Any = None
-
-    def begin(self) -> Any:
-        """Return the struct smb_outcome into which the engine writes the outcome."""
-        raw = ffi.new("struct smb_outcome *")
-        raw.status = _NOT_ENDED
-        self._raw = raw
-        return raw
+        self.raw = ffi.new(_RAW_OUTCOME)  # a struct smb_outcome, which the engine fills in
+        self.raw.status = _NOT_ENDED
 
     @property
     def ended(self) -> Outcome | int | None:
-        """How the attempt ended: the engine's number, or the Outcome of a failed attempt. None if it did not begin."""
-        raw = self._raw
-        if raw is None or raw.status == _NOT_ENDED:
+        """How the attempt ended: the engine's number, or the Outcome of a failed attempt. None if it did not end."""
+        raw = self.raw
+        if raw.status == _NOT_ENDED:
             return None
         return int(raw.result) if raw.status == Status.OK else outcome_of(raw, self)
 
     def __del__(self) -> None:
-        raw = getattr(self, "_raw", None)  # a signal handler may have raised before it was set
+        raw = getattr(self, "raw", None)  # a signal handler may have raised before it was set
         if raw is not None and raw.unknown:
             lib.smb_unknown_release(raw.unknown)
 

@@ -29,15 +29,15 @@ class Deadline:
     """
 
     def __init__(self, seconds: float, started: float | None = None) -> None:
-        self._end = (time.monotonic() if started is None else started) + seconds
+        self.end = (time.monotonic() if started is None else started) + seconds
 
     def left(self) -> float:
         """Seconds left; 0 after the deadline."""
-        return max(0.0, self._end - time.monotonic())
+        return max(0.0, self.end - time.monotonic())
 
     def left_ms(self) -> int:
         """Milliseconds left for a call of the engine, at least 1."""
-        ms = int((self._end - time.monotonic()) * 1000)
+        ms = int((self.end - time.monotonic()) * 1000)
         return ms if 0 < ms <= _MS_MAX else 1 if ms <= 0 else _MS_MAX
 
 
