@@ -64,3 +64,10 @@ void smb_unknown_release(struct smb_unknown *unknown)
     free(unknown->pieces);
     free(unknown);
 }
+
+void smb_outcome_release(struct smb_outcome *outcome)
+{
+    if (outcome->unknown)
+        smb_unknown_release(outcome->unknown);
+    outcome->unknown = NULL;
+}

@@ -278,6 +278,8 @@ struct smb_outcome {
     /* the parts of a change whose outcome is not known, or NULL; the caller must release it */
     struct smb_unknown *unknown;
 };
+/* Releases the unknown parts, if there are any, and sets them to NULL. */
+void smb_outcome_release(struct smb_outcome *outcome);
 
 /* Sets, for the whole process, a function that says whether the blocking call of the thread it runs
  * on shall end, for example after a signal. Calls that move data, settle or connect ask it about

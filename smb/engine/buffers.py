@@ -119,7 +119,7 @@ class BufferHandle:
         if warden is not None:
             raw.warden = warden.pointer
         status = lib.smb_transfer(self.pointer, raw, outcome)
-        return int(outcome.result) if status == 0 else outcome_of(outcome, attempt)
+        return int(outcome.result) if status == 0 else outcome_of(outcome, outcome)
 
     def arm(
         self,

@@ -86,7 +86,9 @@ class Attempt:
     __slots__ = ("raw",)
 
     def __init__(self) -> None:
-        self.raw = ffi.new(_RAW_OUTCOME)  # a struct smb_outcome, which the engine fills in
+        # A struct smb_outcome, which the engine fills in. It is released by a C function: from a __del__ nothing can be
+        # raised, so Python would drop what a signal handler raises there.
+        self.raw = ffi.gc(ffi.new(_RAW_OUTCOME), lib.smb_outcome_release)
         self.raw.status = _NOT_ENDED
 
     @property
@@ -95,12 +97,7 @@ class Attempt:
         raw = self.raw
         if raw.status == _NOT_ENDED:
             return None
-        return int(raw.result) if raw.status == Status.OK else outcome_of(raw, self)
-
-    def __del__(self) -> None:
-        raw = getattr(self, "raw", None)  # a signal handler may have raised before it was set
-        if raw is not None and raw.unknown:
-            lib.smb_unknown_release(raw.unknown)
+        return int(raw.result) if raw.status == Status.OK else outcome_of(raw, raw)
 
 
 def direct_call(request_address: int, outcome_address: int) -> tuple[Request, Outcome]:

@@ -110,3 +110,38 @@ def test_an_attempt_whose_making_was_interrupted_goes_silently() -> None:
     finally:
         sys.settrace(before)
     gc.collect()
+
+
+def test_what_a_handler_raises_is_raised_wherever_it_comes(connect: Connect) -> None:
+    """An attempt freed its outcome in __del__, from which nothing can be raised: a Ctrl-C that came there was lost."""
+    client = connect("tcp")
+    buffer = client.create("x", 16)
+    column = np.ones((16, 2), np.float32)[:, 0]
+    buffer.accumulate(column)  # finds the paths
+    places = 0
+
+    def raised_at(place: int) -> bool:
+        seen = 0
+
+        def look(frame: FrameType, event: str, _: object) -> None:
+            nonlocal seen, places
+            if event in ("call", "c_return") and "/smb/" in frame.f_code.co_filename:
+                seen, places = seen + 1, max(places, seen + 1)
+                if seen == place:
+                    raise _StopError
+
+        before = sys.getprofile()
+        sys.setprofile(look)
+        try:
+            buffer.accumulate(column)
+        except _StopError:
+            return True
+        finally:
+            sys.setprofile(before)
+        return False
+
+    assert not raised_at(0)
+    total = places
+    assert total > 20
+    for place in range(1, total + 1):
+        assert raised_at(place), f"{place} of {total}"

@@ -152,8 +152,7 @@ int reach_try(struct smb_buffer *buffer, struct smb_request request)
     if (request.timeout_ms == 0)
         request.timeout_ms = RIG_TIMEOUT_MS;
     CHECK_EQ(smb_transfer(buffer, &request, &outcome), outcome.status);
-    if (outcome.unknown)
-        smb_unknown_release(outcome.unknown);
+    smb_outcome_release(&outcome);
     return outcome.status;
 }
 
