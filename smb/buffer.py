@@ -127,17 +127,17 @@ class Buffer(Indexed, Direct):
     @property
     def name(self) -> str:
         """The buffer's name, unique in the cluster. After a rename by another client it may be the former name."""
-        return self._dispatcher.info.name
+        return self._arguments.info.name
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The array's shape; () for a single element."""
-        return self._dispatcher.info.shape
+        return self._arguments.info.shape
 
     @property
     def dtype(self) -> np.dtype[Any]:
         """The element type (bfloat16 is ml_dtypes')."""
-        return self._dispatcher.info.dtype
+        return self._arguments.info.dtype
 
     @property
     def size(self) -> int:
@@ -147,22 +147,22 @@ class Buffer(Indexed, Direct):
     @property
     def nbytes(self) -> int:
         """Size in bytes."""
-        return self._dispatcher.info.nbytes
+        return self._arguments.info.nbytes
 
     @property
     def versions(self) -> int:
         """The number of copies: 2 to 16 if a read never mixes two publications, else 1."""
-        return self._dispatcher.info.versions
+        return self._arguments.info.versions
 
     @property
     def wire(self) -> str:
         """How elements travel if a call does not say: "exact", "bfloat16", "float16", "int8" or "int4"."""
-        return self._dispatcher.info.wire
+        return self._arguments.info.wire
 
     @property
     def info(self) -> BufferInfo:
         """The coordinator's latest description of the buffer that this client has received."""
-        return self._dispatcher.info
+        return self._arguments.info
 
     @property
     def metadata(self) -> dict[str, Any]:
@@ -173,7 +173,7 @@ class Buffer(Indexed, Direct):
         buffer.metadata  # {'step': 7}
         ```
         """
-        return metadata.decode(self._dispatcher.info.metadata_json)
+        return metadata.decode(self._arguments.info.metadata_json)
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:
@@ -203,7 +203,7 @@ class Buffer(Indexed, Direct):
     @property
     def layout(self) -> Layout:
         """Which bytes live on which server."""
-        return self._dispatcher.info.layout
+        return self._arguments.info.layout
 
     @property
     def transports(self) -> tuple[str, ...]:
@@ -260,7 +260,7 @@ class Buffer(Indexed, Direct):
         if timeout != 0.0:
             self._versions.check_kept("read with timeout=")
             self._versions.await_published(version, timeout)
-        if self._dispatcher.info.versions == 1:
+        if self._arguments.info.versions == 1:
             itemsize = self._arguments.itemsize
             self._dispatcher.call(Request(_READ, offset * itemsize, count * itemsize, sink=memory.pointer, wire=number))
         elif self._versions.read(offset, count, memory.pointer, number, version) == 0:
@@ -399,7 +399,7 @@ class Buffer(Indexed, Direct):
                 f"{self._arguments.asked('view')}: a buffer that has two copies (replicas=2) or has moved to "
                 f"another server is changed by its servers alone and cannot be mapped; use read()"
             )
-        if self._dispatcher.info.versions > 1:
+        if self._arguments.info.versions > 1:
             raise InvalidArgumentError(
                 f"{self._arguments.asked('view')}: a buffer with several versions cannot be mapped; use read()"
             )
@@ -841,8 +841,8 @@ class Buffer(Indexed, Direct):
             )
         if not 0.001 <= ttl <= _PUBLISH_WAIT_MAX_S:
             raise InvalidArgumentError(f"{asked}: ttl must be between 0.001 and {_PUBLISH_WAIT_MAX_S:g} s, not {ttl!r}")
-        if self.info.mirror_of:
-            raise InvalidArgumentError(f"{asked}: a mirror cannot be published to; publish to {self.info.mirror_of!r}")
+        if mirrored := self._arguments.info.mirror_of:
+            raise InvalidArgumentError(f"{asked}: a mirror cannot be published to; publish to {mirrored!r}")
         return self._versions.publish(memory.pointer, timeout, ttl, readers)
 
     def wait(self, version: int, *, timeout: float | None = None) -> int:

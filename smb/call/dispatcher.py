@@ -185,13 +185,13 @@ class Dispatcher:
     def _attempt(self, call: _Call) -> int | None:
         """Return the engine's number, or None if the attempt failed; `call.ended` says how."""
         self.session.check_open()
-        request, others = call.request, call.others
+        request, others, deadline = call.request, call.others, call.deadline
         handle, theirs, warden = self.paths.handle, _NOBODY, None
         gated = request.token != 0 or request.opcode is Opcode.APPLY
         if call.warden is not None:  # in each attempt: one of the two buffers may have moved meanwhile
             check_warden(self.arguments.asked_by(request), self.info, call.warden.info)
         if handle is None or gated or others:
-            handle, theirs = handles_of(self.paths, [other.paths for other in call.beside], call.deadline, gated=gated)
+            handle, theirs = handles_of(self.paths, [other.paths for other in call.beside], deadline, gated=gated)
         if call.warden is not None:
             theirs, warden = theirs[:-1], theirs[-1]
         call.handle = handle
@@ -199,7 +199,7 @@ class Dispatcher:
             sources = others if request.sources else others[:1]
             if any(self.paths.lies_apart(source.paths) for source in sources):
                 return self._bring(call, [self.arguments.elements(request)])
-        left_ms = call.deadline.left_ms()
+        left_ms = deadline.left_ms()
         if self.paths.lost and self.paths.are_lost(request.offset, request.nbytes):
             left_ms = min(left_ms, LOST_WAIT_MS)  # servers that have lost the memory may never answer
         call.attempt = attempt = Attempt()

@@ -80,6 +80,8 @@ class Paths:
 
     def gated(self, deadline: Deadline) -> BufferHandle:
         """Return a handle that reaches all segments through their servers."""
+        if self.handle is not None and (handle := self.gated_handle) is not None:
+            return handle
         self.ensure(deadline)
         with self._lock:
             if self.gated_handle is None:

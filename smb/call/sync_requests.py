@@ -187,7 +187,7 @@ class Home:
     ) -> Reply:
         """As ask, but raises _NotInTimeError."""
         first, reopened = time.monotonic(), False
-        backoff = pauses(Deadline(self._client.timeout))
+        backoff, since = None, first  # its pauses begin with the first failure, but their deadline is counted from here
         while True:
             began = time.monotonic()
             passed_s = began - first
@@ -202,7 +202,7 @@ class Home:
                 if turn_s is None:
                     raise
                 cancellation.check()
-                backoff, reopened = pauses(Deadline(self._client.timeout)), False
+                backoff, since, reopened = None, time.monotonic(), False
             except (PermissionDeniedError, SegmentMovedError, NotFoundError) as error:  # the server did nothing
                 # the parties that had arrived are forgotten, too
                 if opcode is AskOpcode.AWAIT_BARRIER and isinstance(error, NotFoundError):
@@ -213,7 +213,8 @@ class Home:
                 if (
                     isinstance(error, SegmentMovedError) and time.monotonic() - began > _TURN_MS / 1000
                 ):  # the request has waited there
-                    backoff = pauses(Deadline(self._client.timeout))
+                    backoff, since = None, time.monotonic()
+                backoff = backoff or pauses(Deadline(self._client.timeout, since))
                 action = self._recover(asked, error, backoff, reopened=reopened)
                 if action is Action.FAIL:
                     if isinstance(error, SegmentMovedError):

@@ -89,7 +89,7 @@ class Publication:
 
     def write(self, start: int, nbytes: int, source: Any) -> None:
         """Write bytes of the version through the servers, which refuse them once another publisher has the turn."""
-        base = self.slot * self._calls.info.copy_stride_bytes
+        base = self.slot * self._calls.arguments.info.copy_stride_bytes
         self._calls.call(Request(Opcode.WRITE, base + start, nbytes, source, token=self._token))
 
     def renew(self) -> None:
@@ -141,12 +141,12 @@ class Versions:
                 self._arguments.asked("version"), AskOpcode.AWAIT_VERSION, 0, words
             )
             latest, slot = reply.a, reply.b - 1
-        there = slot < self._calls.info.versions and (version == LATEST or version <= latest)
+        there = slot < self._arguments.info.versions and (version == LATEST or version <= latest)
         return latest, slot if there else -1
 
     def check_kept(self, call: str) -> None:
         """Raise InvalidArgumentError if the buffer keeps one version only."""
-        if self._calls.info.versions == 1:
+        if self._arguments.info.versions == 1:
             raise InvalidArgumentError(
                 f"{self._arguments.asked(call)}: the buffer keeps one version; create it with versions=2"
             )
@@ -185,7 +185,7 @@ class Versions:
     def held(self) -> tuple[int, ...]:
         """Return the versions that can be read now, in order. Blocks for one question to the home for each."""
         latest, _ = self.find()
-        oldest = max(1, latest - self._calls.info.versions + 1)
+        oldest = max(1, latest - self._arguments.info.versions + 1)
         return tuple(version for version in range(oldest, latest + 1) if self.find(version)[1] >= 0)
 
     def read(self, offset: int, count: int, sink: Any, wire: int, wanted: int | None = None) -> int:
@@ -280,7 +280,7 @@ class Versions:
         """
         if left <= most:
             return left
-        chunk = self._calls.info.layout.chunk_bytes // self._arguments.itemsize
+        chunk = self._arguments.info.layout.chunk_bytes // self._arguments.itemsize
         return min(left, max((start + most) // chunk * chunk, (start // chunk + 1) * chunk) - start)
 
     def _renewed(self, home: Home, asked: str, pin: int) -> bool:
@@ -313,7 +313,7 @@ class Versions:
                 )
 
     def _not_there(self, version: int) -> NotFoundError:
-        latest, slots = self.find()[0], self._calls.info.versions
+        latest, slots = self.find()[0], self._arguments.info.versions
         why = "is not published yet" if version > latest else "was overwritten"
         return NotFoundError(
             f"{self._arguments.asked('read')}: version {version} {why}: the latest is {latest}; a buffer with "
@@ -336,7 +336,7 @@ class Versions:
     def _turn(self, asked: str, home: Home, timeout: float, ttl: float, readers: float) -> Reply:
         """Wait for the publisher's turn. After _SILENT_S a warning says who is in the way."""
         began = time.monotonic()
-        which = PUBLISHER_LOCK | self._calls.info.versions << 8
+        which = PUBLISHER_LOCK | self._arguments.info.versions << 8
         patience = min(timeout, _SILENT_S)
         while True:
             passed_s = time.monotonic() - began
@@ -359,7 +359,7 @@ class Versions:
             return f"the publisher {obstacle.client}"
         return (
             f"the reader {obstacle.client}, which holds version {obstacle.version} (versions="
-            f"{self._calls.info.versions})"
+            f"{self._arguments.info.versions})"
         )
 
     def take_part(self, turn: tuple[int, int, int, float]) -> Publication:
@@ -376,7 +376,7 @@ class Versions:
             self._nothing_done(error)
             raise
         try:
-            begun.write(0, self._calls.info.nbytes, source)
+            begun.write(0, self._arguments.info.nbytes, source)
         except BaseException as error:
             if not self._calls.unversioned:  # the write has changed only a slot that nobody reads
                 self._nothing_done(error)
@@ -401,7 +401,7 @@ class Versions:
 
     def _slot_base(self, slot: int) -> int:
         """Return the first element of a slot."""
-        return slot * self._calls.info.copy_stride_bytes // self._arguments.dtype.itemsize
+        return slot * self._arguments.info.copy_stride_bytes // self._arguments.dtype.itemsize
 
     def _read(self, offset: int, count: int, sink: Any, wire: int, until: float | None = None) -> None:
         itemsize = self._arguments.itemsize

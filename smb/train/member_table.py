@@ -143,7 +143,9 @@ class Table:
         self.buffer.accumulate(least, first, op="max")
 
     def get(self, row: int, column: int) -> int:
-        return int(self.buffer.read(row * FIELDS + column, 1)[0])
+        found = np.empty(1, np.int64)  # with out= a read is a direct call
+        self.buffer.read(row * FIELDS + column, 1, out=found)
+        return int(found[0])
 
     def swap(self, row: int, column: int, expected: int, new: int) -> int:
         """Set one element if it is as expected. Return its former value."""
