@@ -19,6 +19,7 @@ import smb
 from smb import engine
 from smb.call.dispatcher import Dispatcher
 from tests.conftest import Connect
+from tests.support.walk import walks
 
 COUNT = 1000
 
@@ -38,6 +39,17 @@ def counter(client: smb.Client) -> Iterator[smb.Buffer]:
     made.fill(0)
     yield made
     client.delete("direct-counter")
+
+
+@pytest.mark.parametrize(("call", "most"), [("accumulate", (8, 1, 22)), ("publish", (35, 2, 50))])
+def test_the_way_through_python_grows_no_longer(call: str, most: tuple[int, int, int]) -> None:
+    """Whoever reads how a call gets to the engine meets few rooms and names, downwards. Only ever lowered."""
+    with contextlib.closing(walks()) as found:
+        walk = next(walk for name, walk in found if name == call)
+    stays, returns, names = most
+    assert len(walk.stays) <= stays, walk.stays
+    assert walk.returns <= returns
+    assert walk.names <= names, [each.name for each in walk.visits]
 
 
 def behind(buffer: smb.Buffer, name: str) -> Callable[..., Any]:
