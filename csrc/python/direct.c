@@ -67,7 +67,7 @@ static transfer_function engine_transfer, engine_transfer_at_once;
 static PyTypeObject *array_type; /* numpy.ndarray */
 static PyTypeObject *switch_type, *target_type, *direct_type;
 static PyObject *bound_method; /* types.MethodType */
-static PyObject *name_offset, *name_count, *name_out, *name_scale;
+static PyObject *name_offset, *name_count, *name_out, *name_scale, *name_wire;
 static unsigned long forks; /* how many forks lie between this process and the first */
 
 /* Replaces the object of a field, which may be NULL, by another one. */
@@ -320,7 +320,7 @@ typedef struct {
 /* A call's arguments, parsed. References are borrowed. */
 struct given {
     PyObject *array; /* the array to read from, or `out` */
-    PyObject *offset, *count, *scale;
+    PyObject *offset, *count, *scale, *wire;
     PyObject *value, *expected; /* arguments of fetch_add and compare_swap */
 };
 
@@ -353,12 +353,20 @@ static bool sort_arguments(int opcode, PyObject *const *args, Py_ssize_t positio
                           : name == name_count && opcode == SMB_READ       ? &given->count
                           : name == name_out && opcode == SMB_READ         ? &given->array
                           : name == name_scale && opcode == SMB_ACCUMULATE ? &given->scale
+                          : name == name_wire && !is_atomic(opcode)        ? &given->wire
                                                                            : NULL;
         if (!slot || *slot)
             return false;
         *slot = args[positional + i];
     }
     return true;
+}
+
+/* The wire of a buffer that has direct calls is "exact", so "exact" and None say nothing new. */
+static bool is_exact(PyObject *wire)
+{
+    return !wire || wire == Py_None ||
+           (PyUnicode_Check(wire) && PyUnicode_CompareWithASCIIString(wire, "exact") == 0);
 }
 
 /* Only Python's own integers: the Python method refuses a float, and handles numpy's, which are
@@ -471,7 +479,8 @@ static PyObject *call_of(int opcode, DirectTarget *target, PyObject *const *args
     struct given given = {0};
     *taken = false;
     if (!target->handle || !target->client->open || !target->quiet->open ||
-        target->forks != forks || !sort_arguments(opcode, args, positional, names, &given))
+        target->forks != forks || !sort_arguments(opcode, args, positional, names, &given) ||
+        !is_exact(given.wire))
         return NULL;
     struct smb_request request = {.opcode = opcode, .scale = 1.0, .timeout_ms = target->timeout_ms};
     Py_buffer view = {0};
@@ -756,10 +765,11 @@ PyMODINIT_FUNC PyInit__direct(void)
     name_count = PyUnicode_InternFromString("count");
     name_out = PyUnicode_InternFromString("out");
     name_scale = PyUnicode_InternFromString("scale");
+    name_wire = PyUnicode_InternFromString("wire");
     PyObject *types = PyImport_ImportModule("types");
     bound_method = types ? PyObject_GetAttrString(types, "MethodType") : NULL;
     Py_XDECREF(types);
-    if (!name_offset || !name_count || !name_out || !name_scale || !bound_method)
+    if (!name_offset || !name_count || !name_out || !name_scale || !name_wire || !bound_method)
         return NULL;
     PyObject *made = PyModule_Create(&module);
     if (!made)

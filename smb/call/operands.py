@@ -30,15 +30,16 @@ def each_of(value: Any, count: int) -> tuple[Any, ...]:
 
 def check_beside(asked: str, target: Operand, other: Operand) -> None:
     """Raise InvalidArgumentError unless servers can combine `other` with `target`: same dtype, same placement."""
-    if target.info.dtype != other.info.dtype:
+    ours, theirs = target.info, other.info
+    if ours.dtype != theirs.dtype:
         raise InvalidArgumentError(
-            f"{asked}: {other!r} must have the dtype {target.info.dtype.name}; create it with like={target.info.name!r}"
+            f"{asked}: {other!r} must have the dtype {ours.dtype.name}; create it with like={ours.name!r}"
         )
-    moves = target.info.movable or other.info.movable
-    if _placement(target.info.layout, moves) != _placement(other.info.layout, moves):
+    moves = ours.movable or theirs.movable
+    if _placement(ours.layout, moves) != _placement(theirs.layout, moves):
         raise InvalidArgumentError(
             f"{asked}: {other!r} is not striped over the same servers in the same way; create it with "
-            f"like={target.info.name!r}"
+            f"like={ours.name!r}"
         )
 
 

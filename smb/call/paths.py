@@ -61,7 +61,7 @@ class Paths:
     @property
     def movable(self) -> bool:
         """True if the segments may move, so that they are reached through their servers alone."""
-        return self.info.movable
+        return self._arguments.info.movable
 
     def ensure(self, deadline: Deadline) -> BufferHandle:
         """Return a handle to all segments, by the best paths. Waits for servers that come back, up to the deadline."""

@@ -36,9 +36,9 @@ def direct(opcode: Opcode) -> Callable[[Function], Function]:
     """Put the direct path (csrc/python/direct.c) before a method of a subclass of Direct, whose `_target`
     is a DirectTarget.
 
-    READ: (offset, count, *, out); WRITE: (array, offset); ACCUMULATE: (array, offset, *, scale); FETCH_ADD: (index,
-    value); COMPARE_SWAP: (index, expected, new). For other arguments, or unusual values of these, the method itself is
-    called.
+    READ: (offset, count, *, out, wire); WRITE: (array, offset, *, wire); ACCUMULATE: (array, offset, *, scale, wire);
+    FETCH_ADD: (index, value); COMPARE_SWAP: (index, expected, new). For other arguments, or unusual values of these,
+    the method itself is called.
     """
 
     _set_up()

@@ -82,6 +82,9 @@ def test_the_usual_calls_are_direct(buffer: smb.Buffer, counter: smb.Buffer, lon
     assert buffer.read(0, 10, out=out) is out
     assert buffer.read(offset=20, count=10, out=out) is out
     assert out.tolist() == [0.5] * 10
+    buffer.accumulate(array, 20, wire="exact")
+    buffer.write(out, 20, wire=None)
+    assert buffer.read(20, 10, out=out, wire="exact").tolist() == [0.5] * 10
     whole = np.empty((10, 100), np.float32)
     assert buffer.read(out=whole) is whole
     assert whole.ravel()[5:16].tolist() == [2.0] * 10 + [15.0]
@@ -163,6 +166,15 @@ CALLS: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
     ("read", (), {"out": np.zeros((COUNT, 2), np.float32)[:, 0]}),
     ("read", (), {"out": [0.0] * COUNT}),
     ("read", (0, 3), {"out": None}),
+    ("read", (5, 3), {"out": np.zeros(3, np.float32), "wire": "exact"}),
+    ("read", (5, 3), {"out": np.zeros(3, np.float32), "wire": np.str_("exact")}),
+    ("read", (5, 3), {"out": np.zeros(3, np.float32), "wire": "bfloat16"}),
+    ("read", (5, 3), {"out": np.zeros(3, np.float32), "wire": "exactly"}),
+    ("read", (5, 3), {"out": np.zeros(3, np.float32), "wire": 0}),
+    ("write", (a([0.3, 2]), 3), {"wire": "exact"}),
+    ("write", (a([0.3, 2]), 3), {"wire": "int8"}),
+    ("accumulate", (a([0.3, 2]), 3), {"scale": 0.5, "wire": None}),
+    ("accumulate", (a([0.3, 2]), 3), {"scale": 0.5, "wire": "float16"}),
 ]
 COUNTER_CALLS: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
     ("fetch_add", (1,), {}),
@@ -176,6 +188,7 @@ COUNTER_CALLS: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
     ("compare_swap", (1, 0), {}),
     ("compare_swap", (1, 0, 5), {}),
     ("compare_swap", (1, 2**63, 5), {}),
+    ("fetch_add", (1, 1), {"wire": "exact"}),
     ("write", (a([1, 2], np.int64),), {}),
     ("write", (a([1, 2], np.uint64),), {}),
     ("accumulate", (a([1, 2], np.int64),), {}),
