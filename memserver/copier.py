@@ -25,7 +25,7 @@ _log = logging.getLogger("memserver")
 
 
 @dataclass
-class _Copy:
+class _CopyUnderWay:
     epoch: int
     begun: float
     copied: int = 0
@@ -48,14 +48,14 @@ class Copier:
         returns seconds. `begin` starts the thread.
         """
         self._clock, self._begin = clock, begin
-        self._turns: list[tuple[int, _Copy]] = []  # the copies left in this round
+        self._turns: list[tuple[int, _CopyUnderWay]] = []  # the copies left in this round
         self._paid_until = 0.0  # the moment at which the rate has allowed all bytes sent so far
         self._engine = engine
         self._rate = rate
         self._part_bytes = max(min(PART_BYTES, int(rate * SLACK_S)), 1) if rate else PART_BYTES
         self._on_news = on_news
         self._lock = threading.Condition()
-        self._copies: dict[int, _Copy] = {}
+        self._copies: dict[int, _CopyUnderWay] = {}
         self._stopping = False
         self._thread: threading.Thread | None = None
 
@@ -67,7 +67,7 @@ class Copier:
             for segment_id, epoch in epochs.items():
                 known = self._copies.get(segment_id)
                 if known is None or known.epoch < epoch:
-                    self._copies[segment_id] = _Copy(epoch, self._clock())
+                    self._copies[segment_id] = _CopyUnderWay(epoch, self._clock())
             if self._copies and self._thread is None and not self._stopping:
                 self._thread = self._begin(self._run, "copier")
             self._lock.notify_all()
@@ -114,7 +114,7 @@ class Copier:
         if self._thread is not None:
             self._thread.join()
 
-    def _unfinished(self) -> list[tuple[int, _Copy]]:
+    def _unfinished(self) -> list[tuple[int, _CopyUnderWay]]:
         """Return the copies in progress. The caller holds the lock."""
         return [item for item in self._copies.items() if item[1].state in (CopyStep.MORE, CopyStep.BUSY)]
 
@@ -148,7 +148,7 @@ class Copier:
         with self._lock:
             self._lock.wait_for(lambda: self._stopping, seconds)
 
-    def _part(self, segment_id: int, copy: _Copy) -> int:
+    def _part(self, segment_id: int, copy: _CopyUnderWay) -> int:
         """Send a part, and return its bytes."""
         before = copy.copied
         try:
@@ -166,6 +166,6 @@ class Copier:
             copy.copied, copy.total = copied, total
         return max(copy.copied - before, 0)
 
-    def _ended(self, copy: _Copy, state: CopyStep) -> None:
+    def _ended(self, copy: _CopyUnderWay, state: CopyStep) -> None:
         copy.state = state
         self._on_news()

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 __all__ = [
     "LOST",  # in an error about lost memory: files do not try again then
     "SOURCES_MAX",  # the number of buffers that one call sums: for the plan's model, and for the closing of a round
-    "Buffer",
-    "Client",
+    "BufferInside",
+    "ClientInside",
     "TrainingReport",  # of a worker, for the page: renewals of the session carry it
     "connections_for",  # by round trip: for the plan's model
     "crc32c",  # for a snapshot's blocks
@@ -43,7 +43,7 @@ __all__ = [
 ]
 
 
-class Client(Protocol):
+class ClientInside(Protocol):
     """A smb.Client, seen from inside the package."""
 
     _session: ClusterSession
@@ -51,7 +51,7 @@ class Client(Protocol):
     def _knows_lock(self, name: str) -> bool: ...
 
 
-class Buffer(Protocol):
+class BufferInside(Protocol):
     """A smb.Buffer, seen from inside the package."""
 
     _session: Session
@@ -60,7 +60,7 @@ class Buffer(Protocol):
     def _renamed(self, name: str) -> None: ...
 
 
-def session_of(client: Client) -> ClusterSession:
+def session_of(client: ClientInside) -> ClusterSession:
     """Return a client's session: its coordinator, its counters, and the reports that its renewals carry.
 
     For metrics, relays, trainings and published states, which live as long as the session does.
@@ -68,14 +68,14 @@ def session_of(client: Client) -> ClusterSession:
     return client._session
 
 
-def opened_by(buffer: Buffer) -> Session:
+def opened_by(buffer: BufferInside) -> Session:
     """Return the session of the client that opened a buffer. For queues, which accept only their own client's
     buffers.
     """
     return buffer._session
 
 
-def versions_of(buffer: Buffer) -> Versions:
+def versions_of(buffer: BufferInside) -> Versions:
     """Return a buffer's versions: which slot has which version, and publication in steps.
 
     For published states, their mirrors and restores, which write a version in parts and read it into memory of their
@@ -84,7 +84,7 @@ def versions_of(buffer: Buffer) -> Versions:
     return buffer._versions
 
 
-def is_located(client: Client, lock: str) -> bool:
+def is_located(client: ClientInside, lock: str) -> bool:
     """Return True if a lock of that name is found without the coordinator. Makes no call.
 
     For trainings, which ask for such locks first while the coordinator is away.
@@ -92,7 +92,7 @@ def is_located(client: Client, lock: str) -> bool:
     return client._knows_lock(lock)
 
 
-def note_name(buffer: Buffer, name: str) -> None:
+def note_name(buffer: BufferInside, name: str) -> None:
     """Store the name that this client has given a buffer, for messages. Makes no request.
 
     For files, which make a buffer under a private name.
@@ -100,7 +100,7 @@ def note_name(buffer: Buffer, name: str) -> None:
     buffer._renamed(name)
 
 
-def look_up(client: Client, names: Sequence[str], folder: str) -> list[BufferInfo] | None:
+def look_up(client: ClientInside, names: Sequence[str], folder: str) -> list[BufferInfo] | None:
     """Return those of these buffers that exist, and one buffer in the folder if there is one.
 
     For files, which look for a name that their listing lacks. None if the coordinator is of an older version, which
@@ -113,7 +113,7 @@ def look_up(client: Client, names: Sequence[str], folder: str) -> list[BufferInf
 
 
 def rename_file(
-    client: Client,
+    client: ClientInside,
     buffer: tuple[str, int],
     new_name: str,
     *,

@@ -131,7 +131,7 @@ def unmasked(array: Any) -> Any:
     return array
 
 
-class _Held:
+class _ArraySource:
     """The object that numpy makes an array of. The array keeps this object alive, and so the memory."""
 
     def __init__(self, memory: Memory, count: int, typestr: str, read_only: bool) -> None:
@@ -160,7 +160,7 @@ def whole_pages(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any,
 
 def as_float32(memory: Memory) -> np.ndarray[Any, Any]:
     """Return readable float32 memory as a flat, read-only array, without a copy."""
-    return np.asarray(_Held(memory, memory.count, "<f4", True))
+    return np.asarray(_ArraySource(memory, memory.count, "<f4", True))
 
 
 def as_flat(memory: Memory, dtype: Dtype) -> np.ndarray[Any, Any]:
@@ -172,7 +172,7 @@ def as_bytes(memory: Memory, itemsize: int) -> np.ndarray[Any, Any]:
     """Return memory of elements of that many bytes as a flat array of uint8, without a copy: writable only if
     the memory is.
     """
-    return np.asarray(_Held(memory, memory.count * itemsize, "|u1", False))
+    return np.asarray(_ArraySource(memory, memory.count * itemsize, "|u1", False))
 
 
 def scalar(value: Any, dtype: Dtype) -> np.ndarray[Any, Any] | None:

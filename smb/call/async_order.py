@@ -81,7 +81,7 @@ class _Future(Future[Any]):
         self.set_running_or_notify_cancel()
 
 
-class _Call:
+class _AsyncCall:
     """An async call that has not ended.
 
     `go_on` does the call: with None when its turn has come, or with the outcome if the engine's operation failed.
@@ -125,8 +125,8 @@ class AsyncCalls:
         self._closed = False
         # the running watch, None if there is none; the event is set when the watch ends
         self._watching: threading.Event | None = None
-        self._calls: dict[int, _Call] = {}  # calls that the engine has, by tag
-        self._running: set[_Call] = set()  # calls on the executor
+        self._calls: dict[int, _AsyncCall] = {}  # calls that the engine has, by tag
+        self._running: set[_AsyncCall] = set()  # calls on the executor
 
     def window(self, credit: int | None) -> Window:
         """Return a queue's window: `credit` bytes in flight, or a measured number of bytes for None."""
@@ -149,7 +149,7 @@ class AsyncCalls:
     ) -> Future[Result]:
         """Return the future of a Python call on the elements `start` to `stop`. It begins in its turn."""
         window = self._calls_window if window is None else window
-        call = _Call(self, turns, window, lambda _: run(), None, None)
+        call = _AsyncCall(self, turns, window, lambda _: run(), None, None)
         itemsize = turns.itemsize
 
         def begin() -> None:
@@ -179,7 +179,7 @@ class AsyncCalls:
         The future's result is `result`; if the operation fails, it is what `go_on` returns for the outcome.
         """
         window = self._window if window is None else window
-        call = _Call(self, turns, window, go_on, result, (handle, request, keeps))
+        call = _AsyncCall(self, turns, window, go_on, result, (handle, request, keeps))
 
         def begin() -> None:
             self._operations.submit(window, handle, request, timeout_ms, turns.key, priority, call.tag, call.status)
@@ -192,7 +192,7 @@ class AsyncCalls:
             raise
         return call.future
 
-    def _enter(self, call: _Call, begin: Callable[[], None]) -> None:
+    def _enter(self, call: _AsyncCall, begin: Callable[[], None]) -> None:
         """Submit a call.
 
         If this raises (a signal handler may raise in here, too), `call.entered` says whether the engine has the call.
@@ -213,7 +213,7 @@ class AsyncCalls:
                 raise Error("too many async calls are in progress; wait for some of their futures first") from error
             raise
 
-    def _register(self, call: _Call) -> None:
+    def _register(self, call: _AsyncCall) -> None:
         with self._lock:
             if self._closed:
                 raise UnavailableError(_CLOSED)
@@ -228,7 +228,7 @@ class AsyncCalls:
                 except RuntimeError as error:
                     raise Error(f"cannot start a thread for async calls ({error}); nothing was done") from error
 
-    def _forget(self, call: _Call) -> None:
+    def _forget(self, call: _AsyncCall) -> None:
         with self._lock:
             self._calls.pop(call.tag, None)
             self._leave(call)
@@ -258,7 +258,7 @@ class AsyncCalls:
             return False
         return True
 
-    def _leave(self, call: _Call) -> None:
+    def _leave(self, call: _AsyncCall) -> None:
         """Note that the engine no longer orders this call. The caller holds the lock."""
         call.turns.tags.discard(call.tag)
         call.turns.quiet.open = not call.turns.tags
@@ -352,7 +352,7 @@ class AsyncCalls:
                     _log.exception("a callback of an async call's future raised")
             events = taken = call = one = None  # type: ignore[assignment]  # the futures own these objects now
 
-    def _take(self, one: AsyncEvent) -> _Call:
+    def _take(self, one: AsyncEvent) -> _AsyncCall:
         """Remove a call that has an event from the engine's calls. The caller holds the lock."""
         call = self._calls.pop(one.tag)
         if one.kind == AsyncEventKind.DONE:
@@ -361,7 +361,7 @@ class AsyncCalls:
             self._running.add(call)
         return call
 
-    def _hand_over(self, call: _Call, one: AsyncEvent) -> None:
+    def _hand_over(self, call: _AsyncCall, one: AsyncEvent) -> None:
         if one.kind == AsyncEventKind.CANCELLED:
             self._end(call, one)
             call.future.end_cancelled()
@@ -371,7 +371,7 @@ class AsyncCalls:
         if not taken:
             self._run(call, one)  # no thread was available: the watch runs the call itself
 
-    def _run(self, call: _Call, one: AsyncEvent) -> None:
+    def _run(self, call: _AsyncCall, one: AsyncEvent) -> None:
         with self._lock:
             if call.begun:
                 return
@@ -391,7 +391,7 @@ class AsyncCalls:
             call.future.set_result(result)
         del call, one, error  # the traceback in `error` refers to this frame
 
-    def _end(self, call: _Call, one: AsyncEvent) -> None:
+    def _end(self, call: _AsyncCall, one: AsyncEvent) -> None:
         self._operations.end(one.operation)
         with self._lock:
             self._running.discard(call)

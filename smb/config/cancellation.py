@@ -20,13 +20,13 @@ Result = TypeVar("Result")
 TURN_S = 0.5
 
 
-class _Here(threading.local):
+class _ThreadCancellation(threading.local):
     """Of this thread: set when its call is cancelled. None if it can't be cancelled."""
 
     event: threading.Event | None = None
 
 
-_here = _Here()
+_here = _ThreadCancellation()
 
 
 class CallCancelledError(BaseException):

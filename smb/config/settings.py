@@ -440,7 +440,7 @@ def read_file(path: Path) -> dict[str, FoundSetting]:
         line = int(found[1]) if found else text.count("\n") + 1  # "(at end of document)"
         what = shortened(re.sub(r"\s*\(at [^)]*\)", "", str(error)))
         raise InvalidArgumentError(f"{path}:{line}: {what}") from None
-    lines = _Lines(text)
+    lines = _TomlLines(text)
     settings: dict[str, FoundSetting] = {}
     for section, table in tables.items():
         where = f"{path}:{lines.of(section)}"
@@ -511,7 +511,7 @@ def _known(name: str, names: Iterable[str]) -> str:
     return f"did you mean {close[0]}?" if close else f"there are {', '.join(names)}"
 
 
-class _Lines:
+class _TomlLines:
     """Finds the line of a section or key in a TOML text, because tomllib does not report lines."""
 
     _HEADER = re.compile(r"\s*\[+\s*[\"']?([\w-]+)[\"']?")

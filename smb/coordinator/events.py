@@ -6,7 +6,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from smb.coordinator.lineage import Stamp
-from smb.coordinator.records import NOBODY, BufferRecord, Held, Holder, SegmentRecord, ServerRecord, SessionRecord
+from smb.coordinator.records import (
+    NOBODY,
+    BufferRecord,
+    Held,
+    SegmentRecord,
+    ServerRecord,
+    SessionRecord,
+    ShownCertificate,
+)
 from smb.coordinator.validate import Creation
 from smb.drop_reasons import Ground
 
@@ -331,7 +339,7 @@ class SessionRenewed:
 
     session_id: int
     client_name: str
-    holder: Holder = NOBODY
+    holder: ShownCertificate = NOBODY
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,7 +58,7 @@ class Look:
 
 
 @dataclass(frozen=True, slots=True)
-class _Peer:
+class _ServerChannel:
     address: str
     credentials: Credentials | None
     channel: grpc.aio.Channel
@@ -108,7 +108,7 @@ class MemoryServers:
         self._term = term
         self._connections = connections or GrpcConnections()
         self._current = Current(credentials) if credentials is not None else None
-        self._peers: dict[str, _Peer] = {}
+        self._peers: dict[str, _ServerChannel] = {}
         self._replaced: dict[asyncio.Task[None], grpc.aio.Channel] = {}
 
     async def create(
@@ -285,13 +285,13 @@ class MemoryServers:
     def _credentials(self) -> Credentials | None:
         return self._current.now() if self._current is not None else None
 
-    def _peer(self, server: ServerRecord) -> _Peer:
+    def _peer(self, server: ServerRecord) -> _ServerChannel:
         known = self._peers.get(server.name)
         credentials = self._credentials()
         if known is not None and known.address == server.control_address and known.credentials is credentials:
             return known
         channel = self._channel(server)
-        peer = _Peer(server.control_address, credentials, channel, MemoryServerStub(channel))  # type: ignore[no-untyped-call]
+        peer = _ServerChannel(server.control_address, credentials, channel, MemoryServerStub(channel))  # type: ignore[no-untyped-call]
         self._peers[server.name] = peer
         if known is not None:
             # Closed at once, its calls would end as if their callers had cancelled them. Each call has a deadline.

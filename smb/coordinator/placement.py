@@ -40,7 +40,7 @@ class Share:
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class BufferPlacement:
     """A cut, with its segments in order. A server has several segments if its weight is higher than the others'."""
 
     stripe_bytes: int
@@ -101,7 +101,7 @@ def place(
     names: Sequence[str] = (),
     stripe_bytes: int = 0,
     versions: int = 1,
-) -> Placement:
+) -> BufferPlacement:
     """Place `nbytes` on the servers `names`, or on `count` servers, or (without either) on as many as the data fills.
 
     Servers with the most free bytes come first, and by name among equals, so that small buffers are spread. A buffer
@@ -142,7 +142,7 @@ def place(
     raise _no_room(pool, _stored_bytes(nbytes, stripe, most, versions), where)
 
 
-def place_like(pool: Pool, like: BufferRecord, *, versions: int = 1) -> Placement:
+def place_like(pool: Pool, like: BufferRecord, *, versions: int = 1) -> BufferPlacement:
     """Place on the same servers as `like`, in the same order and with the same cut. Raises as `place` does."""
     names = [segment.server for segment in like.segments]
     _check_servers(pool, 0, names)
@@ -153,7 +153,7 @@ def place_like(pool: Pool, like: BufferRecord, *, versions: int = 1) -> Placemen
     return placement
 
 
-def place_backups(pool: Pool, placement: Placement, like: BufferRecord | None = None) -> tuple[str, ...]:
+def place_backups(pool: Pool, placement: BufferPlacement, like: BufferRecord | None = None) -> tuple[str, ...]:
     """Return the server of each share's second copy: another server, on another host and in another zone if one there
     has room. Among the candidates it is the one with the least of this buffer, then the one with the most free bytes.
     For a buffer placed like another one it is the server of that buffer's copy if it has room, so that both still lie
@@ -184,7 +184,7 @@ def place_backups(pool: Pool, placement: Placement, like: BufferRecord | None = 
     return tuple(backups)
 
 
-def place_together(pool: Pool, like: BufferRecord) -> tuple[Placement, tuple[str, ...]]:
+def place_together(pool: Pool, like: BufferRecord) -> tuple[BufferPlacement, tuple[str, ...]]:
     """Place each segment and its second copy on the servers of the same copies of `like`. A second copy that `like`
     lacks for now is left out here, too. Raises as `place_like` does.
     """
@@ -256,14 +256,14 @@ def _stored_bytes(nbytes: int, stripe_bytes: int, segments: int, versions: int) 
     return nbytes if versions == 1 else versions * copy_stride_bytes(nbytes, stripe_bytes, segments)
 
 
-def _cut(stored_bytes: int, stripe_bytes: int, chunk: int, servers: Sequence[str]) -> Placement:
+def _cut(stored_bytes: int, stripe_bytes: int, chunk: int, servers: Sequence[str]) -> BufferPlacement:
     """Cut the bytes over segments on these servers. A server that is listed several times gets several segments."""
     sizes = [segment_bytes(stored_bytes, stripe_bytes, chunk, len(servers), index) for index in range(len(servers))]
     shares = (Share(name, size, segment_file_bytes(size, chunk)) for name, size in zip(servers, sizes, strict=True))
-    return Placement(stripe_bytes, chunk, tuple(shares))
+    return BufferPlacement(stripe_bytes, chunk, tuple(shares))
 
 
-def _fits(pool: Pool, placement: Placement) -> bool:
+def _fits(pool: Pool, placement: BufferPlacement) -> bool:
     taken = dict.fromkeys((share.server for share in placement.shares), 0)
     for share in placement.shares:
         taken[share.server] += share.file_bytes

@@ -231,7 +231,7 @@ class Held:
 
 
 @dataclass(frozen=True, slots=True)
-class Holder:
+class ShownCertificate:
     """The contents of a client's certificate: `key` is equal for equal contents. All empty without a certificate."""
 
     key: str = ""
@@ -240,7 +240,7 @@ class Holder:
     namespaces: tuple[str, ...] = ()
 
 
-NOBODY = Holder()
+NOBODY = ShownCertificate()
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,7 +253,7 @@ class SessionRecord:
     id: int
     client_name: str
     ended: int = 0
-    holder: Holder = NOBODY
+    holder: ShownCertificate = NOBODY
     since: float = 0.0
     kicked_by: str = ""
 
@@ -275,4 +275,6 @@ class SessionRecord:
         fields = json.loads(text)
         owner = fields.pop("owner", "")  # of a release that stored nothing else of the certificate
         holder = fields.pop("holder", {"key": owner})
-        return SessionRecord(**fields, holder=Holder(**{**holder, "namespaces": tuple(holder.get("namespaces", ()))}))
+        return SessionRecord(
+            **fields, holder=ShownCertificate(**{**holder, "namespaces": tuple(holder.get("namespaces", ()))})
+        )

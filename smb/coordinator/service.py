@@ -19,7 +19,7 @@ from smb.config.printable import printable
 from smb.config.request_ids import audited
 from smb.coordinator import relay_access
 from smb.coordinator.beside_loop import BesideLoop
-from smb.coordinator.buffer_list import BufferList
+from smb.coordinator.buffer_pages import BufferPages
 from smb.coordinator.call_places import without_place
 from smb.coordinator.commit_log import CommitLog
 from smb.coordinator.dashboard_interface import Overview, Watch
@@ -56,7 +56,7 @@ from smb.coordinator.moves.requests import drain_reply, rebalance
 from smb.coordinator.options import OwnPorts
 from smb.coordinator.outside import Outside
 from smb.coordinator.placement import SERVERS_SHOWN_MAX
-from smb.coordinator.records import BufferRecord, Holder, Kind, key_of
+from smb.coordinator.records import BufferRecord, Kind, ShownCertificate, key_of
 from smb.coordinator.registrations import Registrations
 from smb.coordinator.role_changes import RoleChanges
 from smb.coordinator.segment_maker import OTHERS_CREATION_S, SegmentMaker
@@ -106,12 +106,12 @@ def _name_of(client_name: str) -> str:
     return f"{name} ({who.name or who.role.value})"
 
 
-def _holder() -> Holder:
+def _holder() -> ShownCertificate:
     """Return the contents of the caller's certificate."""
     who = caller()
     if who == ANYBODY or who.role is None:
-        return Holder()
-    return Holder(who.key, who.role.value, who.name, tuple(sorted(who.namespaces or ())))
+        return ShownCertificate()
+    return ShownCertificate(who.key, who.role.value, who.name, tuple(sorted(who.namespaces or ())))
 
 
 def _mark_lost(message: pb.Buffer, lost: Collection[int]) -> None:
@@ -168,7 +168,7 @@ class CoordinatorService(CoordinatorServicer):
         outside = outside or Outside()
         self._new_id = outside.new_id
         self._beside = BesideLoop(outside.in_thread)
-        self._buffer_list = BufferList(self._beside)
+        self._buffer_pages = BufferPages(self._beside)
         self._traffic = traffic or Traffic()
         self._tokens = tokens
         self._ports = ports or OwnPorts()
@@ -473,8 +473,8 @@ class CoordinatorService(CoordinatorServicer):
         state = self._commit_log.state
         lost = state.lost_segments(self._commit_log.now())
         if request.names or request.folder:
-            return await self._buffer_list.look_up(state, lost, caller(), request.names, request.folder)
-        return await self._buffer_list.page(state, lost, caller(), request.after)
+            return await self._buffer_pages.look_up(state, lost, caller(), request.names, request.folder)
+        return await self._buffer_pages.page(state, lost, caller(), request.after)
 
     async def DeleteBuffer(self, request: pb.DeleteBufferRequest, context: Context) -> pb.DeleteBufferReply:
         audited("delete", request.name)

@@ -130,7 +130,7 @@ def restore(
                 f"{sums.nbytes}, with {len(sums.blocks)} checksums"
             )
         spec = _spec(path.name, name, source)
-        checked = source if sums is None else _Checked(source, sums.blocks, str(path))
+        checked = source if sums is None else _CheckedSource(source, sums.blocks, str(path))
         # With the host: the same path on another host is another file, whose restore may be in progress.
         with state_of(path, f"{socket.gethostname()} {client.address} {name}") as state:
             if state is None:
@@ -216,7 +216,7 @@ class _Pinned:
         return out.size
 
 
-class _Checked:
+class _CheckedSource:
     """A file whose blocks have known checksums."""
 
     def __init__(self, source: Reads, blocks: list[int], what: str) -> None:
@@ -286,7 +286,7 @@ def checked_blocks(path: Path, nbytes: int) -> Iterator[tuple[int, Octets]]:
             raise Error(f"{path} has {source.nbytes} bytes, and its buffer takes {nbytes}")
         if (sums.nbytes, len(sums.blocks)) != (source.nbytes, _count(source)):
             raise Error(f"{path} has {source.nbytes} bytes, but {sums_path(path).name} is for {sums.nbytes}")
-        yield from _blocks(_Checked(source, sums.blocks, str(path)))
+        yield from _blocks(_CheckedSource(source, sums.blocks, str(path)))
 
 
 def _blocks(source: Reads, first: int = 0) -> Iterator[tuple[int, Octets]]:

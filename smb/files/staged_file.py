@@ -115,7 +115,7 @@ _regions = _Regions()
 os.register_at_fork(after_in_child=lambda: _regions.forked())
 
 
-class _Memory:
+class _StagedMemory:
     """The part of a staged file that lies in memory: its first `nbytes`, as far as claimed."""
 
     def __init__(self) -> None:
@@ -154,7 +154,7 @@ class StagedFile:
         """`directory` is for temporary files, by default the system's."""
         self.nbytes = 0
         self._directory = directory
-        self._memory = _Memory()
+        self._memory = _StagedMemory()
         # The finalizer does not run at the exit of the process, which releases everything.
         weakref.finalize(self, self._memory.end).atexit = False
         self._fd = -1  # the file for bytes that have no room in memory, which begin at its offset 0

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from smb.overlap.parts import ByParts, Cut, Flow, Part, PartsMover
+from smb.overlap.parts import ByParts, Cut, Part, PartFlow, PartsMover
 from smb.torch.model_parameters import ModelParameters, VectorSlice
 from smb.train.exchange.mover import Mover
 from smb.train.group import Group
@@ -23,7 +23,7 @@ class PartParameters(ModelParameters, ByParts):
         self.copies = None
         self._blocks_by_part: dict[Part, tuple[VectorSlice, ...]] = {}
         whole = (Part((Run(0, 0, self.size),), 0),)
-        self.flow = Flow(self, Cut(whole, whole))
+        self.flow = PartFlow(self, Cut(whole, whole))
         self._group: Group | None = None
 
     def seated(self, group: Group) -> None:

@@ -69,7 +69,7 @@ class Cut:
 
 
 @dataclass
-class Traffic:
+class StepMessages:
     """A step's messages in one direction. `busy_s`: seconds with a message in flight. `first`, `last`: when the first
     one began and the last one ended, by time.perf_counter().
     """
@@ -93,7 +93,7 @@ class ByParts(Parameters):
         """Set a part from its place in `values`, (n,)."""
 
 
-class Flow:
+class PartFlow:
     """The arrays of a worker's parts, and which parts are made and have arrived. One flow serves a membership and its
     successors.
     """
@@ -108,8 +108,8 @@ class Flow:
         self.unsettled = False
         self._on_top = False  # `unsettled` when this step began: then later changes are added to `due`
         self.running = False  # whether a step is in progress; written by the computing thread between steps
-        self.pushed = Traffic()
-        self.pulled = Traffic()
+        self.pushed = StepMessages()
+        self.pulled = StepMessages()
         self._queue: Queue | None = None
         self.changed = threading.Condition()
         self._norms: list[Norm] = [Norm() for _ in cut.push]
@@ -150,7 +150,7 @@ class Flow:
         with self.changed:
             self._made, self._came, self._adopted = [], set(), set()
             self._over = self._given_up = False
-            self.pushed, self.pulled = Traffic(), Traffic()
+            self.pushed, self.pulled = StepMessages(), StepMessages()
         self.running = True
 
     def cancel(self) -> None:
@@ -282,7 +282,7 @@ class Flow:
             self._queue.close()
             self._queue = None
 
-    def began(self, traffic: Traffic, nbytes: int) -> None:
+    def began(self, traffic: StepMessages, nbytes: int) -> None:
         """Note that a message begins."""
         now = time.perf_counter()
         with self.changed:
@@ -294,7 +294,7 @@ class Flow:
             traffic.messages += 1
             traffic.nbytes += nbytes
 
-    def ended(self, traffic: Traffic) -> None:
+    def ended(self, traffic: StepMessages) -> None:
         """Note that a message has ended."""
         now = time.perf_counter()
         with self.changed:
@@ -308,8 +308,8 @@ class Flow:
 class _Sending:
     """The calls of a step in progress: run and future of each."""
 
-    flow: Flow
-    traffic: Traffic
+    flow: PartFlow
+    traffic: StepMessages
     calls: list[tuple[Run, Future[Any]]] = field(default_factory=list)
     failed: bool = False
     open: int = 0  # calls that are not finished, including their callbacks; under `changed`
@@ -364,7 +364,7 @@ class PartsMover(Mover):
     thread during a step.
     """
 
-    def __init__(self, flow: Flow, weights: Buffer, sent_bytes: int, go_on: Callable[[], None]) -> None:
+    def __init__(self, flow: PartFlow, weights: Buffer, sent_bytes: int, go_on: Callable[[], None]) -> None:
         super().__init__(weights, sent_bytes)
         self._flow = flow
         self._ledger = flow.ledger
@@ -505,7 +505,7 @@ class PartsMover(Mover):
         self._weights.accumulate(self._flow.due[run.indices], run.there)
 
 
-def read_parts(flow: Flow, weights: Buffer) -> None:
+def read_parts(flow: PartFlow, weights: Buffer) -> None:
     """Read the weights in parts, exactly, the most urgent part first. Raises the error of a call that failed."""
     queue, sending = flow.queue(), _Sending(flow, flow.pulled)
     for number, part in enumerate(flow.cut.pull):

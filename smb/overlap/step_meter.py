@@ -9,7 +9,7 @@ import time
 from smb.buffer import Buffer
 from smb.errors import Error
 from smb.overlap.model_layers import ModelLayers
-from smb.overlap.parts import Flow
+from smb.overlap.parts import PartFlow
 from smb.overlap.pass_clock import PassClock
 from smb.overlap.plan import Measured
 from smb.queue import Queue
@@ -20,7 +20,7 @@ _PROBES, _PROBES_AT_ONCE = 5, 16  # small reads that measure the cost of a messa
 class StepMeter:
     """Measures one worker's steps. For the computing thread."""
 
-    def __init__(self, clock: PassClock, layers: ModelLayers, flow: Flow) -> None:
+    def __init__(self, clock: PassClock, layers: ModelLayers, flow: PartFlow) -> None:
         self.measured: Measured | None = None  # None until the layers are found and the link is measured
         self.exchanges = 0  # number of exchanges of this worker
         self._clock = clock

@@ -235,7 +235,7 @@ class _Later(grpc.Future):  # type: ignore[type-arg]
         self._answer.add_done_callback(lambda _: fn(self))
 
 
-class _Call:
+class _ChannelMethod:
     """A method, called over the current channel."""
 
     def __init__(self, made: _Made, how: tuple[Any, ...], words: dict[str, Any]) -> None:
@@ -308,7 +308,7 @@ class BelievedChannel(_UnaryOnly, grpc.Channel):
 
     def unary_unary(self, *how: Any, **words: Any) -> Any:
         """See grpc. The calls look at the server if that was not done before."""
-        return _Call(self._made, how, words)
+        return _ChannelMethod(self._made, how, words)
 
     def subscribe(self, callback: Any, try_to_connect: bool | None = False) -> None:
         raise NotImplementedError("this channel reports no connectivity: a call shows whether the server is reachable")

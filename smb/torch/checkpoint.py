@@ -234,7 +234,7 @@ class Reader(_OfName, StorageReader):
 
     def __init__(self, client: Client, name: str) -> None:
         super().__init__(client, name)
-        self._index: _Index | None = None
+        self._index: _CheckpointContents | None = None
         self._failure: Error | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -299,7 +299,7 @@ class Reader(_OfName, StorageReader):
         return _done(None)
 
     @property
-    def _found(self) -> _Index:
+    def _found(self) -> _CheckpointContents:
         assert self._index is not None, "torch reads the metadata first"
         return self._index
 
@@ -333,7 +333,7 @@ class _SavedItems:
 
 
 @dataclass(frozen=True)
-class _Index:
+class _CheckpointContents:
     """A checkpoint's contents. `located`: (offset, bytes); for tensors in the buffer `data`, for other values in
     `blobs`.
     """
@@ -416,7 +416,7 @@ def _index_of(name: str, metadata: dcp.Metadata, located: dict[dcp.MetadataIndex
     }
 
 
-def _read_index(client: Client, name: str) -> _Index:
+def _read_index(client: Client, name: str) -> _CheckpointContents:
     for _ in range(_OPENINGS_MAX):
         index = client.open(name)
         mark = index.metadata.get(METADATA)
@@ -447,7 +447,7 @@ def _check_index(nbytes: int, text_bytes: int) -> None:
         )
 
 
-def _parsed(text: dict[str, Any], data: str, blobs: bytes) -> _Index:
+def _parsed(text: dict[str, Any], data: str, blobs: bytes) -> _CheckpointContents:
     if text["format"] != _FORMAT:
         raise ValueError(f"its format is {text['format']}, and this release reads {_FORMAT}")
     entries: dict[str, Any] = {}
@@ -472,7 +472,9 @@ def _parsed(text: dict[str, Any], data: str, blobs: bytes) -> _Index:
         entries[fqn] = dcp.BytesStorageMetadata()
         located[dcp.MetadataIndex(fqn)] = int(offset), int(nbytes)
     paths = {fqn: tuple(path) for fqn, path in text["paths"].items()}
-    return _Index(dcp.Metadata(entries, planner_data=paths, storage_meta=dcp.StorageMeta()), located, data, blobs)
+    return _CheckpointContents(
+        dcp.Metadata(entries, planner_data=paths, storage_meta=dcp.StorageMeta()), located, data, blobs
+    )
 
 
 def _size(fqn: str, extents: object) -> torch.Size:
@@ -554,7 +556,7 @@ class _Packer:
 
 def _start_read(
     buffer: Buffer,
-    index: _Index,
+    index: _CheckpointContents,
     item: ReadItem,
     planner: LoadPlanner,
     under_way: deque[tuple[Future[Any], Callable[[], None]]],

@@ -39,7 +39,7 @@ _THREADS_MAX = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class DeltaParts:
     """The parts of one process."""
 
     rows: Rows
@@ -57,7 +57,7 @@ def compare(
     pieces: Mapping[str, Sequence[Runs]],
     tensors: Iterable[tuple[str, torch.Tensor]],
     nbytes_max: int,
-) -> Parts | None:
+) -> DeltaParts | None:
     """Copy tensors into memory that has an earlier state. Return what changed; None if that takes more bytes.
 
     `pieces` are those of `pieces_of`.
@@ -87,7 +87,7 @@ def compare(
                     data.append(part)
                     added += more
             del fresh, tensor  # before the next one is made
-    return Parts(np.array(rows, ROW), b"".join(data), added) if fits else None
+    return DeltaParts(np.array(rows, ROW), b"".join(data), added) if fits else None
 
 
 def cut(runs: Runs) -> Iterator[Runs]:

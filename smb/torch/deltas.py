@@ -27,7 +27,7 @@ from smb.engine import SUM_PRIME, delta_apply, memory_of, state_sum
 from smb.errors import AlreadyExistsError, Error, InvalidArgumentError, NotFoundError, UnavailableError
 from smb.published import LOG
 from smb.relay.publication_log import LogEntry, PublicationLog, chain
-from smb.torch.delta_parts import Choice, Parts, compare, pieces_of, rows_of, table_of
+from smb.torch.delta_parts import Choice, DeltaParts, compare, pieces_of, rows_of, table_of
 from smb.torch.ranks import Alone, Ranks
 from smb.torch.shard_writer import Late, ShardWriter, SharedTurn, publish_together
 from smb.torch.state_bytes import PartBytes, StateBytes
@@ -101,7 +101,7 @@ class DeltaWriter:
         self._deltas = deltas
         self._last: LogEntry | None = None  # the entry under which the memory was published; None: publish it whole
         self._begin = 0  # where the deltas since the last whole state begin in the ring
-        self._parts: Parts | None = None  # what has changed since `_last`
+        self._parts: DeltaParts | None = None  # what has changed since `_last`
         self._kept: Exception | None = None  # the error of taking the state, which `publish` raises at all ranks
         self.sent_bytes = 0
 
@@ -177,7 +177,7 @@ class DeltaWriter:
         return made, since >= self._deltas or length > log.room // 2
 
     def _send_delta(
-        self, turn: SharedTurn, entry: LogEntry, offers: Sequence[tuple[LogEntry, bytes, int]], parts: Parts
+        self, turn: SharedTurn, entry: LogEntry, offers: Sequence[tuple[LogEntry, bytes, int]], parts: DeltaParts
     ) -> None:
         """Write this rank's parts; the first rank also writes the table of all parts, and the entry."""
         ranks = self._ranks

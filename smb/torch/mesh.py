@@ -23,7 +23,7 @@ from smb.errors import Error, InvalidArgumentError
 from smb.html_tables import described
 from smb.torch.batches import Batches
 from smb.torch.mesh_rank import MeshRank
-from smb.torch.model_tensors import ModelCheck, Parts, Statistics, parts_of
+from smb.torch.model_tensors import ModelCheck, ModelTensors, Statistics, parts_of
 from smb.torch.rank_calls import RankCalls
 from smb.torch.ranks import Ranks, keeps_alike
 from smb.torch.shards import ShardParameters
@@ -243,10 +243,10 @@ class MeshShared(Shared):
     def _takes_part_in(self, name: str, client: Client) -> bool:
         return False  # the ranks come and go together
 
-    def _parts(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Parts:
+    def _parts(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> ModelTensors:
         return parts_of(model, optimizer, sharded=True)
 
-    def _parameters(self, parts: Parts) -> Any:
+    def _parameters(self, parts: ModelTensors) -> Any:
         return self._mesh
 
     def _join(self, *arguments: Any) -> None:

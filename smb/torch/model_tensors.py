@@ -29,7 +29,7 @@ Named: TypeAlias = dict[tuple[str, ...], torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Parts:
+class ModelTensors:
     """A model's tensors, each with all its names. `trained`: parameters that the optimizer has or that require
     gradients; `frozen`: the other parameters; `statistics`: floating-point buffers. Integer and float64 buffers belong
     to each process, and so do buffers with infinities, which are masks and have no mean.
@@ -57,7 +57,7 @@ def plain_state(model: torch.nn.Module, **options: Any) -> dict[str, Any]:
     return {plain_name(model, name): value for name, value in model.state_dict(**options).items()}
 
 
-def parts_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, sharded: bool = False) -> Parts:
+def parts_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, sharded: bool = False) -> ModelTensors:
     """Divide the tensors of model.state_dict(). Raises InvalidArgumentError if the model can't be shared. With
     `sharded`, trained tensors may be sharded, and are not checked here.
     """
@@ -76,7 +76,7 @@ def parts_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, sharde
             f"the optimizer trains {strangers} tensors that are not parameters of the model, so they would not be "
             f"shared. Join with a module that contains all of them (torch.nn.ModuleList)"
         )
-    parts = Parts({}, {}, {})
+    parts = ModelTensors({}, {}, {})
     for identity, (names, tensor) in named.items():
         if isinstance(tensor, torch.nn.Parameter) and (tensor.requires_grad or identity in optimized):
             parts.trained[tuple(names)] = tensor

@@ -51,7 +51,7 @@ from smb.torch.batches import Batches, BatchUnits, shuffled_batches
 from smb.torch.explanation import Explanation, explained
 from smb.torch.mixed_statistics import STATE, MixedStatistics
 from smb.torch.model_parameters import ModelParameters, TensorEntry
-from smb.torch.model_tensors import ModelCheck, Parts, Statistics, parts_of, plain_name
+from smb.torch.model_tensors import ModelCheck, ModelTensors, Statistics, parts_of, plain_name
 from smb.torch.tensor_values import lasting
 from smb.train.optimizers import OptimizerUsed
 from smb.train.steps import there
@@ -143,10 +143,10 @@ class Shared:
         # With a delay, a worker waits for the others' contributions only steps after its own.
         return self.worker.scheme.WAITS and not self.worker.scheme.traits.delay
 
-    def _parts(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Parts:
+    def _parts(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> ModelTensors:
         return parts_of(model, optimizer)
 
-    def _parameters(self, parts: Parts) -> Any:
+    def _parameters(self, parts: ModelTensors) -> Any:
         if self._asked_overlap == "none":
             return ModelParameters(parts.trained)
         from smb.overlap.part_parameters import PartParameters

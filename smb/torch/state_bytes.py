@@ -26,7 +26,7 @@ ReadBytes: TypeAlias = "Callable[[int, np.ndarray[Any, Any]], None]"  # (first b
 Allocate: TypeAlias = "Callable[[int], np.ndarray[Any, np.dtype[np.uint8]]]"  # (bytes) -> memory
 
 
-class _Memory:
+class _StateMemory:
     """Bytes that hold a state, or a part of one."""
 
     bytes: np.ndarray[Any, np.dtype[np.uint8]]
@@ -80,7 +80,7 @@ class _Memory:
         return here
 
 
-class StateBytes(_Memory):
+class StateBytes(_StateMemory):
     """A whole state: as bytes, padded to whole words, and as elements of its buffer."""
 
     def __init__(self, buffer: Buffer, allocate: Allocate | None = None) -> None:
@@ -122,7 +122,7 @@ class StateBytes(_Memory):
         return as_torch(memory, info.dtype, info.shape)
 
 
-class PartBytes(_Memory):
+class PartBytes(_StateMemory):
     """Parts of a state's tensors, and where they lie in its buffer."""
 
     def __init__(self, buffer: Buffer, slices: Mapping[str, TensorSlice]) -> None:

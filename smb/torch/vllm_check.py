@@ -24,7 +24,7 @@ def check_fits(name: str, model: Any, tensors: Mapping[str, torch.Tensor], model
     in this way is not judged.
     """
     asked = f"{name!r}: this engine's {type(model).__name__} does not take the published tensors"
-    counted = _Counted()
+    counted = _ElementCounts()
     with _on_meta(model) as can_be_tried:
         if not can_be_tried:
             return
@@ -56,7 +56,7 @@ def check_fits(name: str, model: Any, tensors: Mapping[str, torch.Tensor], model
                 )
 
 
-class _Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _ElementCounts(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the elements that were set in each tensor's memory."""
 
     def __init__(self) -> None:

@@ -43,7 +43,7 @@ class Membership:
         self._group = group
         self._parameters = parameters
         self._steps = steps
-        self._report = _Report(group, parameters)
+        self._report = _WorkerReport(group, parameters)
         _open.add(self)
         session_of(group.client).reports[group] = self._report
         self._unheld = weakref.finalize(self, _leave_unheld, group, self._report, os.getpid())
@@ -181,7 +181,7 @@ class Membership:
         self.abandon()
 
 
-class _Report:
+class _WorkerReport:
     """What a worker tells the coordinator of itself. The session keeps it, so it refers to no worker and no model."""
 
     def __init__(self, group: Group, parameters: Parameters) -> None:
@@ -215,14 +215,14 @@ class _Report:
         )
 
 
-def _report_last(group: Group, report: _Report) -> None:
+def _report_last(group: Group, report: _WorkerReport) -> None:
     """Report once more, that this worker has left."""
     last = report()
     last.left = True
     session_of(group.client).reports[object()] = lambda: last
 
 
-def _leave_unheld(group: Group, report: _Report, pid: int) -> None:
+def _leave_unheld(group: Group, report: _WorkerReport, pid: int) -> None:
     """Leave the training of a worker that nobody holds any more, in a thread: a garbage collection may come at any
     time, and its thread may hold any lock. A child of fork has no part in its parent's memberships.
     """

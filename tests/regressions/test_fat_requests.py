@@ -29,8 +29,7 @@ from smb.coordinator import limits, service
 from smb.coordinator.commit_log import CommitLog
 from smb.coordinator.events import Instant, SessionClosed, SessionRenewed
 from smb.coordinator.mirrors.filling import Mirrors
-from smb.coordinator.records import Holder as CertificateOf
-from smb.coordinator.records import SessionRecord
+from smb.coordinator.records import SessionRecord, ShownCertificate
 from smb.coordinator.state import State, load
 from smb.coordinator.steps import step
 from smb.coordinator.store import SqliteStore
@@ -150,7 +149,7 @@ def test_fields_that_nobody_knows_are_dropped() -> None:
 
 def open_sessions(state: State, first: int, count: int, owner: str) -> State:
     for session_id in range(first, first + count):
-        state, _ = step(state, SessionRenewed(session_id, "one", CertificateOf(owner)), NOW)
+        state, _ = step(state, SessionRenewed(session_id, "one", ShownCertificate(owner)), NOW)
     return state
 
 

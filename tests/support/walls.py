@@ -1,8 +1,9 @@
 """The walls between the core and its rooms, in figures: `python -m tests.support.walls`.
 
-It tells the lines of the core and of each room, the circles of imports, and the private attributes that other modules
-take. pyproject.toml has the rooms: import-linter's contracts whose name begins with "room". The engine's rooms are
-folders of csrc that others enter by few headers (tests/unit/engine/test_includes.py).
+It tells the lines of the core and of each room, the circles of imports, the class names that stand for several classes,
+and the private attributes that other modules take. pyproject.toml has the rooms: import-linter's contracts whose name
+begins with "room". The engine's rooms are folders of csrc that others enter by few headers
+(tests/unit/engine/test_includes.py).
 """
 
 from __future__ import annotations
@@ -142,6 +143,16 @@ def _of_other_classes(function: ast.FunctionDef, classes: set[str]) -> Iterator[
             yield node
 
 
+def shared_names(modules: dict[str, ast.Module]) -> dict[str, tuple[str, ...]]:
+    """Return the class names that stand for several classes, each with the paths of the modules that define them."""
+    found: dict[str, list[str]] = {}
+    for path, tree in modules.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                found.setdefault(node.name, []).append(path)
+    return {name: tuple(paths) for name, paths in sorted(found.items()) if len(paths) > 1}
+
+
 def rooms(root: Path = ROOT) -> dict[str, tuple[str, ...]]:
     """Return the modules and packages of each room."""
     contracts = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
@@ -203,6 +214,12 @@ def _show() -> None:
         found = circles(of_types=of_types)
         print(f"circles of imports {of_what}: {len(found)}")
         print(*(f"    {', '.join(circle)}" for circle in found), sep="\n")
+    shared = shared_names(sources())
+    print(
+        f"class names of several classes: {len(shared)}",
+        *(f"    {name}: {', '.join(shared[name])}" for name in shared),
+        sep="\n",
+    )
     taken = reach_ins(sources())
     print(f"private attributes that other modules take: {len(taken)}", *(f"    {each}" for each in taken), sep="\n")
 

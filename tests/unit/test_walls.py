@@ -7,12 +7,17 @@ from importlib import import_module
 
 import pytest
 
-from tests.support.walls import ROOMS_OF_C, ROOT, circles, lines, reach_ins, rooms, sources
+from tests.support.walls import ROOMS_OF_C, ROOT, circles, lines, reach_ins, rooms, shared_names, sources
 
 # Only ever lowered.
 REACH_INS_MAX = 11
 CIRCLES_MAX, CIRCLES_OF_TYPES_MAX = 0, 5
 CORE_LINES_MAX = 50_000
+# Users write these with their modules, as smb.torch.hf.Callback.
+SHARED_NAMES = {
+    "Callback": ("smb/torch/hf.py", "smb/torch/lightning.py"),
+    "Collector": ("smb/metrics.py", "smb/train/metrics.py"),
+}
 
 ROOMS = {
     "files", "RDMA", "dashboard", "data", "etcd", "plan", "overlap", "demo", "integrations", "rare schemes", "bench",
@@ -56,6 +61,19 @@ def test_a_reach_in_is_found() -> None:
         ("reader.py", "box._lid"),
         ("reader.py", "getattr(box, '_open')"),
     }
+
+
+def test_a_class_name_stands_for_one_class() -> None:
+    """Whoever reads or searches for a name finds one thing. Our own classes in functions count, too."""
+    assert shared_names(sources()) == SHARED_NAMES
+
+
+def test_a_shared_name_is_found() -> None:
+    """At any depth, also twice in one module; a name that is used in many modules is none."""
+    inner = "def make():\n    class Box: ...\n    return Box\n"
+    modules = {"a.py": "class Box: ...\nclass Lid: ...", "b.py": inner, "c.py": "from a import Lid\nLid()"}
+    assert shared_names({path: ast.parse(text) for path, text in modules.items()}) == {"Box": ("a.py", "b.py")}
+    assert shared_names({"a.py": ast.parse("class Box: ...\n" * 2)}) == {"Box": ("a.py", "a.py")}
 
 
 def test_circles_grow_fewer() -> None:

@@ -52,7 +52,7 @@ _STRANGE = {
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class ProblemKind:
     """The title and the action of many problems alike; `{n}` in the title is their number."""
 
     title: str
@@ -73,60 +73,62 @@ class Problem:
     action: str
     about: tuple[str, str] = ("", "")
     since: float = 0.0
-    kind: Kind | None = None  # None: there is at most one
+    kind: ProblemKind | None = None  # None: there is at most one
     count: int = 1
     members: tuple[Problem, ...] = ()
 
 
-_GONE = Kind(
+_GONE = ProblemKind(
     "{n} memory servers are gone",
     "On the host of each, run: smb-memserver --name NAME, with the same --memory-dir as before. If hosts were lost, "
     "delete the buffers whose data was there (smb rm NAME) and create them again.",
 )
-_EMPTY_GONE = Kind("{n} memory servers are gone on which no data had its only copy", "")
-_LATE = Kind("{n} memory servers are late", "Find out whether their hosts, or the coordinator's host, are overloaded.")
-_DRAINED = Kind("{n} memory servers are being drained", "smb drain SERVER shows the progress of one.")
-_FULL = Kind(
+_EMPTY_GONE = ProblemKind("{n} memory servers are gone on which no data had its only copy", "")
+_LATE = ProblemKind(
+    "{n} memory servers are late", "Find out whether their hosts, or the coordinator's host, are overloaded."
+)
+_DRAINED = ProblemKind("{n} memory servers are being drained", "smb drain SERVER shows the progress of one.")
+_FULL = ProblemKind(
     "{n} memory servers are full, or nearly",
     "Delete buffers that are not needed (smb ls lists them, smb rm deletes), start further servers, or restart these "
     "with a larger --capacity.",
 )
-_PROMISING = Kind(
+_PROMISING = ProblemKind(
     "{n} memory servers promise more memory than their hosts have",
     "Remove other files from the file systems of their --memory-dir, raise the memory limits of their containers or "
     "services, or restart the servers with a smaller --capacity.",
 )
-_REPEATING = Kind(
+_REPEATING = ProblemKind(
     "{n} memory servers refuse many requests", "Look for the errors in the logs of the clients' programs."
 )
-_DEFERRED = Kind(
+_DEFERRED = ProblemKind(
     "{n} memory servers have requests that wait for a chunk's lock",
     "On their hosts, look for stopped processes (state T in ps) that use buffers. Continue them (kill -CONT PID) or "
     "kill them.",
 )
-_QUARANTINED = Kind(
+_QUARANTINED = ProblemKind(
     "{n} memory servers keep memory that no record accounts for",
     "smb status lists the segments with the reasons. Restore newer records of the coordinator, or free the memory for "
     "good: smb forget SERVER --all",
 )
-_CAME_BACK_EMPTY = Kind(
+_CAME_BACK_EMPTY = ProblemKind(
     "{n} memory servers came back without memory",
     "Delete the buffers that smb status calls lost (smb rm NAME), and create them again.",
 )
-_HELD_LONG = Kind(
+_HELD_LONG = ProblemKind(
     "{n} locks are held for long while others wait",
     "If the programs should not hold them for so long, the processes that hold them probably hang, although they still "
     "renew their sessions: end these processes.",
 )
-_IN_CREATION = Kind("{n} buffers have been in creation for long", "Read the logs of their servers.")
-_DEGRADED = Kind("{n} buffers are degraded", "Wait: smb stat NAME shows the progress of one.")
-_DEGRADED_FULL = Kind(
+_IN_CREATION = ProblemKind("{n} buffers have been in creation for long", "Read the logs of their servers.")
+_DEGRADED = ProblemKind("{n} buffers are degraded", "Wait: smb stat NAME shows the progress of one.")
+_DEGRADED_FULL = ProblemKind(
     "{n} buffers are degraded", "Start another memory server: the running ones have no room for the copies."
 )
 
 
 @dataclass(frozen=True, slots=True)
-class _Held:
+class _BuffersThere:
     """The buffers on a server: the titles of those that are not mirrors, and the names of the mirrors' sources."""
 
     titles: list[str] = field(default_factory=list)
@@ -194,7 +196,7 @@ def _of_coordinator(seen: Seen) -> Iterator[Problem]:
         yield Problem(WARNING, title, detail, "Read the coordinator's log.")
 
 
-def _of_gone_server(seen: Seen, server: ServerRecord, held: _Held) -> Problem:
+def _of_gone_server(seen: Seen, server: ServerRecord, held: _BuffersThere) -> Problem:
     left = seen.left.get(server.name)
     what = f"{server.name} was stopped" if left else f"{server.name} is gone"
     if not held.titles and not held.mirrored:
@@ -255,7 +257,7 @@ def _of_live_server(state: State, seen: Seen, server: ServerRecord, now: Instant
     for reason, count in sorted(watch.errors_recently.items()):
         if reason in _STRANGE:
             what, action = _STRANGE[reason]
-            kind = Kind(f"{{n}} memory servers had requests that {what}", action)
+            kind = ProblemKind(f"{{n}} memory servers had requests that {what}", action)
             title = f"{server.name}: {count} requests {what}"
             yield Problem(WARNING, title, "In the last minute.", action, about, kind=kind)
         elif reason not in USUAL and count >= OTHER_ERRORS:
@@ -450,7 +452,7 @@ def owners_of(state: State, seen: Seen) -> dict[int, BufferRecord]:
     }
 
 
-def _buffers_on(state: State, servers: set[str]) -> dict[str, _Held]:
+def _buffers_on(state: State, servers: set[str]) -> dict[str, _BuffersThere]:
     """Return the buffers on each of the servers."""
     found: dict[str, list[BufferRecord]] = {server: [] for server in servers}
     for record in state.buffers.values() if servers else ():
@@ -460,11 +462,11 @@ def _buffers_on(state: State, servers: set[str]) -> dict[str, _Held]:
     return _held(state, found)
 
 
-def _held(state: State, found: dict[str, list[BufferRecord]]) -> dict[str, _Held]:
+def _held(state: State, found: dict[str, list[BufferRecord]]) -> dict[str, _BuffersThere]:
     """Return the titles and mirrors on each server, sorted. A mirror is listed by the name of its source. Its
     `.arrived` buffer, which records the bytes that the mirror has, is not listed."""
     sources = {each.id: each.name for each in state.buffers.values()} if found else {}
-    held = {server: _Held() for server in sorted(found)}
+    held = {server: _BuffersThere() for server in sorted(found)}
     for server, records in found.items():
         for record in sorted(records, key=lambda each: each.title):
             mirror = state.buffers.get(record.name.removesuffix(ARRIVED))

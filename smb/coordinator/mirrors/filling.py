@@ -32,7 +32,7 @@ _FASTER = 1.1  # a new plan for the same relays must be so many times as fast: m
 
 
 @dataclass(frozen=True, slots=True)
-class _Report:
+class _ReportTaken:
     at: float  # monotonic
     report: pb.MirrorReport
 
@@ -43,7 +43,9 @@ class Mirrors:
     def __init__(self) -> None:
         # Packs trees, and gives them to the function that it gets. Here: at once, in the loop.
         self._pack: Callable[[Pack, Adopt], None] = lambda pack, adopt: adopt(pack())
-        self._reports: dict[int, _Report] = {}  # by the mirror's id, since a mirror may be made anew under its name
+        self._reports: dict[
+            int, _ReportTaken
+        ] = {}  # by the mirror's id, since a mirror may be made anew under its name
         self._plans: dict[int, MirrorPlans] = {}  # by the source's id
 
     def pack_beside(self, beside: BesideLoop) -> None:
@@ -72,7 +74,7 @@ class Mirrors:
             if record is None or report.id not in (0, record.id):
                 continue
             if record.mirror_of and record.segments[0].server == server:
-                self._reports[record.id] = _Report(now.monotonic, report)
+                self._reports[record.id] = _ReportTaken(now.monotonic, report)
                 plans = self._plans.setdefault(record.mirror_of, MirrorPlans(now.monotonic))
                 plans.hear(report.published, report.plan_number, report.plan_last_version, now.monotonic)
         if len(self._reports) + len(self._plans) > 2 * len(state.buffers):

@@ -44,7 +44,7 @@ def plan(
 
 
 @dataclass(frozen=True, slots=True)
-class _Copy:
+class _MovableCopy:
     """The copy of a segment on a server; `segment` has the bytes of the whole bundle."""
 
     server: str
@@ -63,7 +63,7 @@ class _Moving:
     single_copies: bool
     bound: Container[int]
     free: dict[str, int] = field(init=False)
-    held: dict[str, list[_Copy]] = field(init=False)  # by server: what may move
+    held: dict[str, list[_MovableCopy]] = field(init=False)  # by server: what may move
     counts: dict[str, Counter[str]] = field(init=False)  # by key of the buffer and server: copies of its segments
     bundles: Bundles = field(init=False)
     moved: set[int] = field(init=False)  # each segment moves once in a plan, as it has one copy during the move
@@ -99,7 +99,7 @@ class _Moving:
         def busy(record: BufferRecord) -> float:
             return sum(traffic.get(segment.id, 0.0) for segment in record.segments)
 
-        of_buffer: dict[str, list[_Copy]] = {}
+        of_buffer: dict[str, list[_MovableCopy]] = {}
         for copies in self.held.values():
             for copy in copies:
                 of_buffer.setdefault(copy.record.key, []).append(copy)
@@ -155,7 +155,7 @@ class _Moving:
         before = (counts.get(leaving, 0) - 0.5) / weights.get(leaving, 1.0)
         return before - (counts.get(target, 0) + 0.5) / weights.get(target, 1.0)
 
-    def _stays_spread(self, copy: _Copy, target: str) -> bool:
+    def _stays_spread(self, copy: _MovableCopy, target: str) -> bool:
         """Whether no buffer of the bundle that has several segments is spread worse if a copy of it moves."""
         return all(
             len(of.segments) < 2 or self._gain(self.counts[of.key], copy.server, target) >= 0
@@ -165,7 +165,7 @@ class _Moving:
     def _used(self, name: str, more: int = 0) -> float:
         return (self.capacity[name] - self.free[name] + more) / self.capacity[name]
 
-    def _move(self, copy: _Copy, target: str) -> None:
+    def _move(self, copy: _MovableCopy, target: str) -> None:
         segment = copy.segment
         self.moves.append(Move(segment.id, copy.server, target, segment.file_bytes, copy.record.title))
         self.moved.add(segment.id)
@@ -175,7 +175,7 @@ class _Moving:
             self.counts[of.key][copy.server] -= 1
             self.counts[of.key][target] += 1
 
-    def _may(self, copy: _Copy, target: str) -> bool:
+    def _may(self, copy: _MovableCopy, target: str) -> bool:
         segment = copy.segment
         if segment.id in self.moved or self.free[target] < segment.file_bytes or len(self.moves) >= MOVES_MAX:
             return False
@@ -185,7 +185,7 @@ class _Moving:
         near = self.pool.nearness(other, copy.server)
         return target != copy.server and self.pool.may_copy(other, target) and self.pool.nearness(other, target) <= near
 
-    def _pairs(self) -> Iterator[_Copy]:
+    def _pairs(self) -> Iterator[_MovableCopy]:
         """Yield the copies of segments with two. One segment stands for its bundle."""
         seen: set[int] = set()
         for record in self.records:
@@ -196,11 +196,11 @@ class _Moving:
                 whole = replace(segment, file_bytes=self.bundles.file_bytes(record, segment))
                 for name in (segment.backup, segment.server):
                     if self.pool.alive(stays_on(segment, name)):
-                        yield _Copy(name, whole, record)
+                        yield _MovableCopy(name, whole, record)
 
-    def _alone(self) -> Iterable[_Copy]:
+    def _alone(self) -> Iterable[_MovableCopy]:
         for record in self.records if self.single_copies else ():
             for segment in record.segments if record.moves_alone else ():
                 under_way = segment.backup or segment.copying_to
                 if not under_way and segment.id not in self.bound and self.pool.alive(segment.server):
-                    yield _Copy(segment.server, segment, record)
+                    yield _MovableCopy(segment.server, segment, record)

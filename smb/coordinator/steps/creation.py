@@ -21,7 +21,15 @@ from smb.coordinator.events import (
     SaveBuffer,
     WakeOpeners,
 )
-from smb.coordinator.placement import Placement, Pool, place, place_backups, place_copy, place_like, place_together
+from smb.coordinator.placement import (
+    BufferPlacement,
+    Pool,
+    place,
+    place_backups,
+    place_copy,
+    place_like,
+    place_together,
+)
 from smb.coordinator.published import published_as
 from smb.coordinator.quotas import check_quota
 from smb.coordinator.records import BufferRecord, Kind, SegmentRecord
@@ -134,7 +142,7 @@ def _joining(state: State, creation: Creation) -> Creation:
 
 def _placed_together(
     state: State, like: BufferRecord, pool: Pool, now: Instant, *, waits: bool
-) -> tuple[Placement, tuple[str, ...]]:
+) -> tuple[BufferPlacement, tuple[str, ...]]:
     """Place a buffer that joins the bundle of `like`. Raises NotNowError while `like` is moving, and NotFoundError if
     memory of the bundle is lost: no member gets a second copy until the lost one is deleted.
     """
@@ -383,7 +391,7 @@ def _shaped_like(creation: Creation, like: BufferRecord) -> Creation:
     return creation
 
 
-def _placement(state: State, creation: Creation, pool: Pool) -> Placement:
+def _placement(state: State, creation: Creation, pool: Pool) -> BufferPlacement:
     if creation.like:
         return place_like(pool, state.buffers[creation.like], versions=creation.versions)
     return place(
@@ -397,7 +405,7 @@ def _placement(state: State, creation: Creation, pool: Pool) -> Placement:
 
 
 def _pending(
-    creation: Creation, placement: Placement, backups: tuple[str, ...], new_id: Callable[[], int], now: Instant
+    creation: Creation, placement: BufferPlacement, backups: tuple[str, ...], new_id: Callable[[], int], now: Instant
 ) -> BufferRecord:
     epoch = FIRST_EPOCH if backups else 0
     segments = (

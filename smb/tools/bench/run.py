@@ -150,7 +150,7 @@ def _measure_array(buffer: smb.Buffer, operation: str, limit: Limit, seconds: fl
         "read": lambda: buffer.read(out=array),
         "accumulate": lambda: buffer.accumulate(array),
     }
-    calls = _Counted(ours[operation])
+    calls = _CountedCalls(ours[operation])
     # The limit's reads use another array: the values checked below must have come from the buffer.
     limit_array = np.ones_like(array) if operation == "read" else array
     with ExitStack() as stack:
@@ -164,7 +164,7 @@ def _measure_array(buffer: smb.Buffer, operation: str, limit: Limit, seconds: fl
 def _measure_fetch_add(counter: smb.Buffer, limit: Limit, seconds: float) -> Measurement:
     transport = _way(counter)
     counter.fill(0)
-    calls = _Counted(lambda: counter.fetch_add(0, 3))
+    calls = _CountedCalls(lambda: counter.fetch_add(0, 3))
     with ExitStack() as stack:
         two_floats = np.ones(2, dtype=np.float32)
         contenders: Contenders = {_OURS: calls, **limit("fetch_add", two_floats, stack)}
@@ -178,7 +178,7 @@ def _way(buffer: smb.Buffer) -> str:
     return "+".join(buffer.transports)
 
 
-class _Counted:
+class _CountedCalls:
     """A call that counts how often it was made."""
 
     def __init__(self, call: Callable[[], object]) -> None:

@@ -76,7 +76,7 @@ def checked_output() -> Iterator[None]:
     if sys.stderr is None:
         sys.stderr = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 - for the life of the process
     out = sys.stdout
-    sys.stdout = cast(TextIO, _Checked(out))
+    sys.stdout = cast(TextIO, _CheckedOutput(out))
     try:
         try:
             yield
@@ -87,7 +87,7 @@ def checked_output() -> Iterator[None]:
         sys.stdout = out
 
 
-class _Checked:
+class _CheckedOutput:
     """A stream whose failure becomes one error line. The rest of its buffer is discarded.
 
     Later calls fail again, because Click writes to find out the kind of stream, and ignores the error of that.

@@ -33,13 +33,13 @@ class Display(Protocol):
 def open_display(console: Console) -> Iterator[Display]:
     """Yield the display that suits the console, and remove it from the screen at the end."""
     if not console.is_terminal:
-        yield _Lines(console)
+        yield _PrintedLines(console)
         return
     with Live(console=console, auto_refresh=False, transient=True) as live:
         yield _Table(live)
 
 
-class _Lines:
+class _PrintedLines:
     def __init__(self, console: Console) -> None:
         self._console = console
         self._phase = ""

@@ -51,7 +51,7 @@ class _Entry:
         return owner is not None and _address(owner) == self.address and owner.nbytes == self.end - self.address
 
 
-class _Held:
+class _EmptyMemory:
     """Memory of `empty`: numpy arrays keep this object alive, and with it the registration."""
 
     def __init__(self, mapping: mmap.mmap, address: int, nbytes: int) -> None:
@@ -94,7 +94,7 @@ class ClientMemory:
                 raise TransportError("the client is closed")
             entry = _Entry(self.domain.register(address, whole), None)
             self._insert(entry)
-        held = _Held(mapping, address, whole)
+        held = _EmptyMemory(mapping, address, whole)
         weakref.finalize(held, self._forget, entry, 0).atexit = False
         return np.asarray(held)[: nbytes if 0 not in shape else 0].view(dtype).reshape(shape)
 

@@ -10,7 +10,7 @@ import pytest
 
 from smb.coordinator.commit_log import CommitLog, Committed
 from smb.coordinator.events import BufferWanted, Event, MaintenancePlanned, SessionClosed, SessionRenewed
-from smb.coordinator.records import Holder, Kind
+from smb.coordinator.records import Kind, ShownCertificate
 from smb.coordinator.store import Store, StoreError
 from smb.coordinator.validate import first_use
 from smb.rpc.coordinator_client import SessionEndedError
@@ -55,7 +55,7 @@ async def log_with_session(cluster: Cluster) -> tuple[CommitLog, Gated]:
     """A commit log in which session 5 lives, and whose store is busy with another event."""
     store = Gated()
     log = CommitLog(cast(Store, store), cluster.state, lambda: cluster.now)
-    opened = await begun(log, SessionRenewed(5, "w", Holder()))
+    opened = await begun(log, SessionRenewed(5, "w", ShownCertificate()))
     await store.answer()
     await opened[0]
     await begun(log, MaintenancePlanned("", 60.0))
@@ -65,7 +65,7 @@ async def log_with_session(cluster: Cluster) -> tuple[CommitLog, Gated]:
 def test_a_refusal_is_told_once_what_it_rests_on_is_stored() -> None:
     async def scenario() -> None:
         log, store = await log_with_session(Cluster())
-        closed, renewed = await begun(log, SessionClosed(5), SessionRenewed(5, "w", Holder()))
+        closed, renewed = await begun(log, SessionClosed(5), SessionRenewed(5, "w", ShownCertificate()))
         await store.answer()
         assert len(store.asked) == 3
         assert not renewed.done()
@@ -82,7 +82,7 @@ def test_an_event_is_not_refused_because_of_one_that_was_not_stored() -> None:
 
     async def scenario() -> None:
         log, store = await log_with_session(Cluster())
-        closed, renewed = await begun(log, SessionClosed(5), SessionRenewed(5, "w", Holder()))
+        closed, renewed = await begun(log, SessionClosed(5), SessionRenewed(5, "w", ShownCertificate()))
         await store.answer()
         await store.answer(StoreError("the disk is full"))  # both together
         await store.answer(StoreError("the disk is full"))  # the first one alone
@@ -104,7 +104,7 @@ def test_creations_are_stored_together_with_other_events() -> None:
         mixed: list[Event] = []
         for number in range(10, 14):
             wanted = BufferWanted(first_use(Kind.LOCK, f"lock-{number}"), lambda: next(cluster.ids))
-            mixed += (SessionRenewed(number, "w", Holder()), wanted)
+            mixed += (SessionRenewed(number, "w", ShownCertificate()), wanted)
         tasks = await begun(log, *mixed)
         await store.answer()
         await store.answer()

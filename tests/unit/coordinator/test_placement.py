@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from smb import errors
 from smb.coordinator.placement import (
-    Placement,
+    BufferPlacement,
     Pool,
     chunk_bytes,
     place,
@@ -26,7 +26,7 @@ from tests.support.decisions import Cluster, registration, server
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
 
-def servers_of(placement: Placement) -> list[str]:
+def servers_of(placement: BufferPlacement) -> list[str]:
     return [share.server for share in placement.shares]
 
 

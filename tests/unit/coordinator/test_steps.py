@@ -42,7 +42,7 @@ from smb.coordinator.events import (
     WakeOpeners,
 )
 from smb.coordinator.messages import ended_message
-from smb.coordinator.records import BufferRecord, Holder, Kind, ServerRecord, SessionRecord
+from smb.coordinator.records import BufferRecord, Kind, ServerRecord, SessionRecord, ShownCertificate
 from smb.coordinator.state import SERVER_LEASE_S, SESSION_LEASE_S, Allocation, load
 from smb.coordinator.validate import first_use
 from smb.drop_reasons import Ground
@@ -622,15 +622,15 @@ def test_a_client_is_kicked_by_its_certificates_name_or_its_own() -> None:
     are forgotten with the ends.
     """
     cluster, store = Cluster(), dict[int, SessionRecord]()
-    alice, bob = Holder("k1", "client", "alice", ("x", "y")), Holder("k2", "client", "bob")
-    of_role = Holder("k3", "reader")
+    alice, bob = ShownCertificate("k1", "client", "alice", ("x", "y")), ShownCertificate("k2", "client", "bob")
+    of_role = ShownCertificate("k3", "reader")
     for number, (name, holder) in enumerate(
         [
             ("h:1 (alice)", alice),
             ("t (h:2) (alice)", alice),
             ("h:3 (bob)", bob),
             ("h:4 (reader)", of_role),
-            ("h:5", Holder()),
+            ("h:5", ShownCertificate()),
         ],
         1,
     ):
@@ -656,7 +656,7 @@ def test_a_kick_by_the_programs_own_name_ends_that_one() -> None:
     """Of two programs with one certificate."""
     cluster = Cluster()
     for number, name in enumerate(("t (h:1) (alice)", "h:2 (alice)", "u (h:3) (alice)"), 1):
-        cluster.do(SessionRenewed(number, name, Holder("k", "client", "alice")))
+        cluster.do(SessionRenewed(number, name, ShownCertificate("k", "client", "alice")))
     for name, ended in (("t", (1,)), ("h:2", (2,)), ("h:3", (3,))):
         cluster.do(ClientsKicked(name, "ann"))
         assert cluster.only(TellEnded).session_ids == ended
@@ -666,7 +666,7 @@ def test_many_sessions_are_kicked_in_parts() -> None:
     """No more at once than one change of the store may end."""
     cluster = Cluster()
     for number in range(1, 6):
-        cluster.do(SessionRenewed(number, f"h:{number} (alice)", Holder("k", "client", "alice")))
+        cluster.do(SessionRenewed(number, f"h:{number} (alice)", ShownCertificate("k", "client", "alice")))
     for ended in ((1, 2), (3, 4), (5,)):
         cluster.do(ClientsKicked("alice", "ann", 2))
         assert cluster.only(TellEnded).session_ids == ended
@@ -687,14 +687,16 @@ def test_so_many_kicks_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_session_follows_its_clients_certificate() -> None:
     """A renewal with another certificate is stored, and since when it lives stays; an equal one stores nothing."""
     cluster = Cluster()
-    cluster.do(SessionRenewed(1, "h:1 (a)", Holder("k1", "client", "a")))
+    cluster.do(SessionRenewed(1, "h:1 (a)", ShownCertificate("k1", "client", "a")))
     since = cluster.now.wall
     cluster.seconds += 5
-    assert cluster.do(SessionRenewed(1, "h:1 (a)", Holder("k1", "client", "a"))) == ()
-    cluster.do(SessionRenewed(1, "h:1 (b)", Holder("k2", "reader", "b")))
-    assert cluster.only(SaveSession).record == SessionRecord(1, "h:1 (b)", 0, Holder("k2", "reader", "b"), since)
+    assert cluster.do(SessionRenewed(1, "h:1 (a)", ShownCertificate("k1", "client", "a"))) == ()
+    cluster.do(SessionRenewed(1, "h:1 (b)", ShownCertificate("k2", "reader", "b")))
+    assert cluster.only(SaveSession).record == SessionRecord(
+        1, "h:1 (b)", 0, ShownCertificate("k2", "reader", "b"), since
+    )
     old = SessionRecord.from_json('{"id": 1, "client_name": "h:1", "ended": 0, "owner": "k"}')  # of an earlier release
-    assert old == SessionRecord(1, "h:1", holder=Holder("k"))
+    assert old == SessionRecord(1, "h:1", holder=ShownCertificate("k"))
 
 
 def test_a_restart_knows_who_lived_and_who_had_ended() -> None:

@@ -10,7 +10,7 @@ from concurrent.futures import Future
 import numpy as np
 import pytest
 
-from smb.overlap.parts import ByParts, Cut, Flow, Part, _Sending
+from smb.overlap.parts import ByParts, Cut, Part, PartFlow, _Sending
 from smb.train.ledger import Run, Values
 
 SIZE = 40
@@ -67,7 +67,7 @@ def test_what_is_done_is_sent_once(seed: int) -> None:
     print("seed", seed)
     random_ = random.Random(seed)
     parameters, shared, done = Numbers(), np.zeros(SIZE, np.float32), np.zeros(SIZE, np.float32)
-    flow = Flow(parameters, cut(random_))
+    flow = PartFlow(parameters, cut(random_))
     flow.refill(shared)
     for number in range(12):
         mine = np.array([random_.randint(-3, 3) for _ in range(SIZE)], np.float32)
@@ -105,7 +105,7 @@ def test_what_comes_is_taken_over_by_parts() -> None:
     """A part that did not come leaves its parameters and base; the next delta has what was done since, no more."""
     parameters = Numbers()
     first, second = Part((Run(0, 0, 10),), 0), Part((Run(10, 10, 30),), -1)
-    flow = Flow(parameters, Cut((first, second), (first, second)))
+    flow = PartFlow(parameters, Cut((first, second), (first, second)))
     parameters.values += 1
     flow.begin()
     flow.make_rest()
@@ -126,7 +126,7 @@ def test_a_step_is_over_when_its_parts_came() -> None:
     """A future is done before its callbacks are: a call counts as under way until what it brought is noted."""
     parameters = Numbers()
     part = Part((Run(0, 0, SIZE),), 0)
-    flow = Flow(parameters, Cut((part,), (part,)))
+    flow = PartFlow(parameters, Cut((part,), (part,)))
     sending, future, seen = _Sending(flow, flow.pushed), Future[None](), list[tuple[bool, int]]()
     sending.add(part, lambda _: future, lambda: seen.append((future.done(), sending.open)))
     future.set_result(None)

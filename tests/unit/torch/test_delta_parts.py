@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from smb.engine import SUM_PRIME, delta_apply, state_sum
 from smb.torch import delta_parts
-from smb.torch.delta_parts import Choice, Parts, compare, cut, pieces_of, rows_of, table_of
+from smb.torch.delta_parts import Choice, DeltaParts, compare, cut, pieces_of, rows_of, table_of
 from tests.support.kernels import deterministic
 
 
@@ -33,7 +33,7 @@ class Memory:
         return tensor
 
 
-def delta_of(parts: list[Parts]) -> np.ndarray[Any, Any]:
+def delta_of(parts: list[DeltaParts]) -> np.ndarray[Any, Any]:
     """As the ranks write it."""
     rows = rows_of(b"".join(each.rows.tobytes() for each in parts))
     return np.frombuffer(table_of(rows) + b"".join(each.data for each in parts) if len(rows) else b"", np.uint8)

@@ -12,7 +12,7 @@ import pytest
 
 import smb
 from smb.feedback import as_sent
-from smb.overlap.parts import Cut, Flow, Part, PartsMover
+from smb.overlap.parts import Cut, Part, PartFlow, PartsMover
 from smb.train import parameters as parameters_of
 from smb.train.exchange.mover import ArrayMover
 from smb.train.ledger import Run
@@ -120,7 +120,7 @@ def test_parts_that_were_written_count_once(seed: int, wire: str) -> None:
     shared, inbox, parameters = Memory("exact", random_), Memory(wire, random_), Numbers()
     runs = [Run(0, 0, 15), Run(15, 15, 25)]
     parts = tuple(Part((run,), 0) for run in runs)
-    flow, done = Flow(parameters, Cut(parts, parts)), np.zeros(SIZE, np.float32)
+    flow, done = PartFlow(parameters, Cut(parts, parts)), np.zeros(SIZE, np.float32)
     flow._queue = Queue(inbox)  # type: ignore[assignment]
     mover, owing = PartsMover(flow, inbox, 0, lambda: None), False  # type: ignore[arg-type]
     for number in range(20):

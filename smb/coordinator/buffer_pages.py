@@ -55,14 +55,14 @@ class _Shown:
         )
 
 
-class BufferList:
+class BufferPages:
     """The pages of ListBuffers. Used in the loop's thread only."""
 
     def __init__(self, beside: BesideLoop) -> None:
         self._beside = beside
         self._shown: _Shown | None = None
         self._pages: OrderedDict[tuple[frozenset[str] | None, str], pb.ListBuffersReply] = OrderedDict()
-        self._index: _Index | None = None
+        self._index: _ListedBuffers | None = None
 
     async def page(self, state: State, lost: Collection[int], who: Caller, after: str) -> pb.ListBuffersReply:
         """Return the page of the buffers that `who` may see and whose names are greater than `after`. The caller must
@@ -78,7 +78,7 @@ class BufferList:
             if kept is not None:
                 return kept
             if self._index is None or self._index.buffers is not state.buffers:
-                self._index = await self._beside.in_thread(_Index.of, state)
+                self._index = await self._beside.in_thread(_ListedBuffers.of, state)
             page: pb.ListBuffersReply = await self._beside.in_thread(_page, self._index, state, lost, who, after)
             self._keep(shown, who, after, page)
             return page
@@ -117,7 +117,7 @@ class BufferList:
 
 
 @dataclass(frozen=True, slots=True)
-class _Index:
+class _ListedBuffers:
     """The listed buffers in the order of their names, and the names of all by id."""
 
     buffers: Mapping[str, BufferRecord]
@@ -125,11 +125,11 @@ class _Index:
     names: Mapping[int, str]
 
     @staticmethod
-    def of(state: State) -> _Index:
-        return _Index(state.buffers, state.listed(), {each.id: each.name for each in state.buffers.values()})
+    def of(state: State) -> _ListedBuffers:
+        return _ListedBuffers(state.buffers, state.listed(), {each.id: each.name for each in state.buffers.values()})
 
 
-def _page(index: _Index, state: State, lost: Collection[int], who: Caller, after: str) -> pb.ListBuffersReply:
+def _page(index: _ListedBuffers, state: State, lost: Collection[int], who: Caller, after: str) -> pb.ListBuffersReply:
     reply = pb.ListBuffersReply()
     segments = attribute_bytes = 0
     for at in range(bisect_right(index.listed, after, key=attrgetter("name")), len(index.listed)):

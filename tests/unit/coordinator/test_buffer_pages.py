@@ -1,4 +1,4 @@
-"""smb.coordinator.buffer_list and beside_loop: lists of buffers are made beside the loop, in pages, once."""
+"""smb.coordinator.buffer_pages and beside_loop: lists of buffers are made beside the loop, in pages, once."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from smb.coordinator.beside_loop import BesideLoop
-from smb.coordinator.buffer_list import PAGE_BUFFERS, PAGES_KEPT_MAX, SCANNED_MAX, BufferList
+from smb.coordinator.buffer_pages import PAGE_BUFFERS, PAGES_KEPT_MAX, SCANNED_MAX, BufferPages
 from smb.coordinator.records import BufferRecord, SegmentRecord, SessionRecord
 from smb.coordinator.state import State
 from smb.rpc import control_pb2 as pb
@@ -36,7 +36,7 @@ class Lists:
     def __init__(self) -> None:
         self.made = 0
         self.threads: set[int] = set()
-        self.list = BufferList(BesideLoop(self._in_thread))
+        self.list = BufferPages(BesideLoop(self._in_thread))
 
     async def _in_thread(self, function: Callable[..., object], *args: object) -> object:
         self.made += 1
