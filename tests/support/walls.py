@@ -11,14 +11,18 @@ from __future__ import annotations
 import ast
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
+
+if TYPE_CHECKING:
+    from grimp import ImportGraph
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("smb", "memserver")
@@ -153,11 +157,18 @@ def shared_names(modules: dict[str, ast.Module]) -> dict[str, tuple[str, ...]]:
     return {name: tuple(paths) for name, paths in sorted(found.items()) if len(paths) > 1}
 
 
+def contracts(root: Path = ROOT) -> list[dict[str, Any]]:
+    """Return import-linter's contracts."""
+    found: list[dict[str, Any]] = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["importlinter"][
+        "contracts"
+    ]
+    return found
+
+
 def rooms(root: Path = ROOT) -> dict[str, tuple[str, ...]]:
     """Return the modules and packages of each room."""
-    contracts = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
     found: dict[str, tuple[str, ...]] = {}
-    for contract in contracts:
+    for contract in contracts(root):
         name, is_room, _ = contract["name"].removeprefix("room ").partition(":")
         if contract["name"].startswith("room ") and is_room:
             found[name] = (*found.get(name, ()), *contract["protected_modules"])
@@ -180,16 +191,66 @@ def lines(root: Path = ROOT) -> Counter[str]:
     return counted
 
 
-def circles(*, of_types: bool) -> list[list[str]]:
-    """Return the modules that import each other in a circle, in groups; `of_types`: by type checkers' imports, too."""
+def imports(*, of_types: bool) -> ImportGraph:
+    """Return who imports what; `of_types`: type checkers' imports, too."""
     import grimp  # with import-linter, which only `make lint` needs
 
-    graph = grimp.build_graph(*PACKAGES, cache_dir=None, exclude_type_checking_imports=not of_types)
-    imports = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
-    reached = {module: _reached(imports, module) for module in imports}
+    return grimp.build_graph(*PACKAGES, cache_dir=None, exclude_type_checking_imports=not of_types)
+
+
+def loose_contracts(contracts: Iterable[Mapping[str, Any]], running: ImportGraph, typed: ImportGraph) -> list[str]:
+    """Return what contracts permit beside what they need. import-linter sees all imports, and so permits at run time
+    what is meant for type checkers alone.
+
+    `running` are the imports at run time, `typed` has those of type checkers, too. The latter ones that a contract is
+    about have to be its `ignore_imports`, and whoever is in `allowed_importers` has to import its modules at run time.
+    """
+    found: list[str] = []
+    for contract in contracts:
+        name, room = contract["name"], contract.get("protected_modules", ())
+        ignored = {tuple(each.split(" -> ")) for each in contract.get("ignore_imports", ())}
+        at_run_time, by_types = (
+            {
+                (importer, module)
+                for module in _within(graph, room)
+                for importer in graph.find_modules_that_directly_import(module)
+            }
+            for graph in (running, typed)
+        )
+        found += [
+            f"{name}: {importer} imports {module} at run time"
+            for importer, module in sorted(ignored)
+            if running.direct_import_exists(importer=importer, imported=module)
+        ]
+        found += [
+            f"{name}: {importer} imports {module} for type checkers alone"
+            for importer, module in sorted(by_types - at_run_time - ignored)
+            if not _is_within(importer, room)
+        ]
+        found += [
+            f"{name}: {allowed} imports none of it at run time"
+            for allowed in contract.get("allowed_importers", ())
+            if not any(_is_within(importer, [allowed]) for importer, _ in at_run_time)
+        ]
+    return found
+
+
+def _within(graph: ImportGraph, packages: Collection[str]) -> list[str]:
+    return [module for module in graph.modules if _is_within(module, packages)]
+
+
+def _is_within(module: str, packages: Collection[str]) -> bool:
+    return any(module == package or module.startswith(f"{package}.") for package in packages)
+
+
+def circles(*, of_types: bool) -> list[list[str]]:
+    """Return the modules that import each other in a circle, in groups; `of_types`: by type checkers' imports, too."""
+    graph = imports(of_types=of_types)
+    imports_of = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
+    reached = {module: _reached(imports_of, module) for module in imports_of}
     groups = {
         tuple(sorted(other for other in reached[module] if module in reached[other]))
-        for module in imports
+        for module in imports_of
         if module in reached[module]
     }
     return sorted(map(list, groups))
