@@ -21,9 +21,10 @@ import grpc
 
 from memserver.engine import NotReadyError, SegmentForm
 from memserver.replication import Replication
-from memserver.segments import FOR_GOOD, NotRegisteredError, Segments
+from memserver.segments import FOR_GOOD, Segments
 from memserver.stamps import Stamps
 from memserver.store_messages import inventory_message, stamp_of
+from memserver.terms import NotRegisteredError
 from smb.arrays.dtypes import DTYPES
 from smb.config.parse import format_address
 from smb.config.request_ids import begin, end
@@ -93,7 +94,7 @@ class ControlService(MemoryServerServicer):
         def create() -> pb.CreateSegmentReply:
             failpoint("memserver.create.asked")
             self._check_run(request.instance_id)
-            self._segments.check_not_left(request.stamp.term)
+            self._segments.terms.check_not_left(request.stamp.term)
             if request.HasField("stamp"):  # first, because that store has a record of the segment
                 self._stamps.learn(stamp_of(request.stamp))
             dtype = DTYPES.get(request.dtype)
@@ -144,7 +145,7 @@ class ControlService(MemoryServerServicer):
     def EndSessions(self, request: pb.EndSessionsRequest, context: grpc.ServicerContext) -> pb.EndSessionsReply:
 
         def end() -> pb.EndSessionsReply:
-            self._segments.end_sessions(request.session_ids)
+            self._segments.sessions.end(request.session_ids)
             _log.debug("ended %d sessions", len(request.session_ids))
             return pb.EndSessionsReply()
 
@@ -154,10 +155,10 @@ class ControlService(MemoryServerServicer):
 
         def take() -> pb.TakeRolesReply:
             self._check_run(request.instance_id)
-            self._segments.check_registered(request.term)
+            self._segments.terms.check(request.term)
             self._segments.quarantine(request.quarantine_segment_ids)
             for segment_id in request.taken_up_segment_ids:
-                self._segments.take_up(segment_id)
+                self._segments.quarantined.take_up(segment_id)
             taken = self._replication.take(request.replicas)
             return pb.TakeRolesReply(
                 confirmed=[part.segment_id for part in request.replicas if part.confirm],
@@ -182,9 +183,8 @@ class ControlService(MemoryServerServicer):
             self._check_session(request.session_id)
             self._proved(request.session_id, request.token, context)
             end, slots = self._rdma.connect(request.session_id, request.client)
-            if self._segments.has_ended(
-                request.session_id
-            ):  # the session has ended meanwhile, and the coordinator's message came before the connection
+            # The session may have ended meanwhile, and the coordinator's message have come before the connection.
+            if request.session_id in self._segments.sessions:
                 self._rdma.end_session(request.session_id)
             return pb.ConnectVerbsReply(
                 server=pb.VerbsEnd(
@@ -261,7 +261,7 @@ class ControlService(MemoryServerServicer):
     def _check_session(self, session_id: int) -> None:
         if session_id == 0:
             raise InvalidArgumentError("a session's id must not be 0")
-        if self._segments.has_ended(session_id):
+        if session_id in self._segments.sessions:
             raise InvalidArgumentError(f"session {session_id:016x} has ended; connect again")
 
 

@@ -184,13 +184,13 @@ def _start(options: ServerOptions, leaving: ExitStack, failures: list[Error]) ->
     if options.data_tls == tls.ON:
         rdma.why_not = "its data uses TLS only (--data-tls on), and RDMA is not encrypted"
     leaving.callback(rdma.close)
-    segments.on_end = rdma.end_session
+    segments.sessions.on_end = rdma.end_session
     check_proof = engine.check_proof if options.credentials is not None else None
     asked_host, asked_port = check_listen(options.control) if options.control else (host, 0)
     control_host = _numeric(asked_host)
     check_exposure("a memory server", control_host, options.credentials, options.insecure)
     shown = data_tls.now if data_tls is not None else None
-    replication = Replication(engine, options.copy_rate, shown, segments.role_taken)
+    replication = Replication(engine, options.copy_rate, shown, segments.quarantined.role_taken)
     leaving.callback(replication.close)
 
     def forget(segment_id: int) -> None:

@@ -264,7 +264,7 @@ class Registrant:
         self._take_keys(reply)
         self._segments.quarantine(reply.quarantine_segment_ids)
         for segment_id in reply.taken_up_segment_ids:
-            self._segments.take_up(segment_id)
+            self._segments.quarantined.take_up(segment_id)
             _log.info("segment %016x is not quarantined any more: a buffer has it", segment_id)
         self._drop(reply, held)
         # If the coordinator lists a segment that was dropped since the list was made, the next turn reports it again.
@@ -333,8 +333,8 @@ class Registrant:
             self._on_keys(reply.access)
 
     def _end(self, ended: pb.EndedSessions) -> None:
-        self._segments.end_sessions(ended.session_ids)
-        self._segments.know_ended(not ended.forgotten)
+        self._segments.sessions.end(ended.session_ids)
+        self._segments.sessions.know_all(not ended.forgotten)
         # Only after they have ended here, because the coordinator does not repeat sessions that we confirm.
         self._sessions_seen = pb.SessionsSeen(incarnation=ended.incarnation, last_number=ended.last_number)
 

@@ -15,27 +15,22 @@ from contextlib import suppress
 from memserver.drop_rules import why_not
 from memserver.engine import Engine, FoundSegment, SegmentForm
 from memserver.memory_dir import MemoryDirectory
-from smb.config.parse import format_bytes
+from memserver.quarantine import Quarantine
+from memserver.refused_sessions import RefusedSessions
+from memserver.segment_room import SegmentRoom
+from memserver.terms import CoordinatorTerms
 from smb.daemon.failpoint import failpoint
-from smb.daemon.host_memory import HEADROOM_BYTES, MemoryLimit
+from smb.daemon.host_memory import MemoryLimit
 from smb.drop_reasons import Ground
 from smb.engine import segment_file_bytes
-from smb.errors import AlreadyExistsError, Error, InvalidArgumentError, NotFoundError, OutOfMemoryError
+from smb.errors import AlreadyExistsError, InvalidArgumentError, NotFoundError
 
 # Ids are never reused, so a creation after its drop is a late request of a creation that was given up. This many drops
 # are remembered.
 DROPPED_MAX = 4096
-# This many terms of coordinators that lead no more are remembered.
-TERMS_LEFT_MAX = 64
 FOR_GOOD = 2**32 - 1
-# The number of ended sessions that the coordinator remembers: after its restart it reports all of them again.
-ENDED_MAX = 65_536
 
 _log = logging.getLogger("memserver")
-
-
-class NotRegisteredError(Error):
-    """A coordinator asked for what only the one may ask with which this server is registered."""
 
 
 class Segments:
@@ -45,22 +40,17 @@ class Segments:
         self, engine: Engine, memory_dir: MemoryDirectory, capacity_bytes: int, limit: MemoryLimit | None = None
     ) -> None:
         """`limit` None: there is no limit, or the directory's pages do not count against it."""
-        self._limit = limit
-        self._making_bytes = 0  # bytes of the segments that are being made
         self._engine = engine
         self._memory_dir = memory_dir
-        self._capacity_bytes = capacity_bytes
         self._lock = threading.Condition()
+        self._room = SegmentRoom(engine, memory_dir, capacity_bytes, limit)
+        self.terms = CoordinatorTerms(self._lock)
+        self.quarantined = Quarantine(engine, memory_dir, self._lock)
+        self.sessions = RefusedSessions(engine)
         self._held: dict[int, SegmentForm] = {}
         self._busy: set[int] = set()
         self._dropped: dict[int, int] = {}  # dropped segments with the highest dropped epoch, oldest first
-        self._ended: dict[int, None] = {}  # ended sessions, oldest first
-        self._quarantined = memory_dir.quarantined()
-        self._term = 0  # of the coordinator with which this server registered last; 0: with none, or an older one
-        self._terms_left: dict[int, None] = {}  # terms with which it was registered before, oldest first
-        self._listed = False  # a list of the segments is with a coordinator, which has not answered
         self.on_drop: Callable[[int], None] = lambda _id: None  # called once a segment is not served any more
-        self.on_end: Callable[[int], None] = lambda _id: None  # called once the engine refuses a session
 
     def adopt(self, form: SegmentForm) -> None:
         """Add a segment that the engine serves already."""
@@ -88,7 +78,7 @@ class Segments:
         with self._lock:
             self._lock.wait_for(lambda: form.id not in self._busy)
             if anew:
-                self._check_registered(term, destroys=True)
+                self.terms.check(term, destroys=True)
             held = self._held.get(form.id)
             known = max(self._dropped.get(form.id, 0), held.epoch if anew and held is not None else 0)
             if form.epoch <= known and held != form:
@@ -104,7 +94,7 @@ class Segments:
                 )
             # The source of the copy has a whole one of the epoch before: the coordinator has just checked that.
             why = self._why_not(form.id, Ground.SUPERSEDED, form.epoch - 1) if held is not None else ""
-            if why or form.id in self._quarantined:
+            if why or form.id in self.quarantined:
                 raise AlreadyExistsError(f"segment {form.id:016x} cannot be made anew: {why or 'it is in quarantine'}")
             self._busy.add(form.id)
             self._held.pop(form.id, None)
@@ -131,7 +121,7 @@ class Segments:
         is listed stays there until a coordinator that knows the list says otherwise.
         """
         with self._lock:
-            self._listed = True
+            self.terms.listed()
             return dict(self._held), self._ids()
 
     def registered(self, term: int) -> None:
@@ -143,39 +133,9 @@ class Segments:
         roles of earlier epochs than the one in which theirs was ended.
         """
         with self._lock:
-            self._listed = False
-            if term == self._term:
-                return
-            self._engine.forget_ends()
-            self._dropped.clear()
-            self._terms_left.pop(term, None)
-            if self._term:
-                self._terms_left[self._term] = None
-            if len(self._terms_left) > TERMS_LEFT_MAX:
-                del self._terms_left[next(iter(self._terms_left))]
-            self._term = term
-
-    def check_not_left(self, term: int) -> None:
-        """Raise NotRegisteredError for a call of a coordinator that this server has left for another one: a network can
-        hold up a call for longer than its caller lives, and the records may have been restored meanwhile.
-        """
-        with self._lock:
-            if term in self._terms_left:
-                raise NotRegisteredError(f"the coordinator of term {term:016x} leads no more")
-
-    def check_registered(self, term: int) -> None:
-        """As check_not_left, also for a term with which this server has not registered yet. 0: of a coordinator that
-        does not name its term.
-        """
-        with self._lock:
-            self._check_registered(term)
-
-    def _check_registered(self, term: int, *, destroys: bool = False) -> None:
-        """`destroys`: it is refused while this server registers, too. Roles are not: a coordinator may be about to
-        have a copy count as whole.
-        """
-        if term != 0 and (term != self._term or (destroys and self._listed)):
-            raise NotRegisteredError(f"this server is not registered with the coordinator of term {term:016x} now")
+            if self.terms.registered(term):
+                self._engine.forget_ends()
+                self._dropped.clear()
 
     def drop(self, segment_id: int, epoch: int = FOR_GOOD, ground: Ground = Ground.UNKNOWN, term: int = 0) -> None:
         """Drop a segment and its file; a missing one is not an error. A copy that was made in a later epoch stays, and
@@ -184,7 +144,7 @@ class Segments:
         """
         with self._lock:
             self._lock.wait_for(lambda: segment_id not in self._busy)
-            self._check_registered(term, destroys=True)
+            self.terms.check(term, destroys=True)
             held = self._held.get(segment_id)
             if held is not None and held.epoch > epoch:
                 return
@@ -207,7 +167,7 @@ class Segments:
         It may be made again, also in the same epoch. Returns whether it was dropped. `term`: as in drop.
         """
         with self._lock:
-            self._check_registered(term, destroys=True)
+            self.terms.check(term, destroys=True)
             if self._held.get(seen.id) is not seen or seen.epoch > epoch:
                 return False
             if why := self._why_not(seen.id, Ground.SUPERSEDED, epoch - 1):
@@ -234,44 +194,27 @@ class Segments:
         held = self._engine.holds(segment_id)
         if held is None:
             return ""
-        return why_not(held, ground, epoch, quarantined=segment_id in self._quarantined)
+        return why_not(held, ground, epoch, quarantined=segment_id in self.quarantined)
 
     def _destroy(self, segment_id: int) -> None:
         """Release a segment's memory. No other code of this daemon does; `_why_not` was asked, or it was never used."""
         self._engine.delete_segment(segment_id)
         self.on_drop(segment_id)
-        self.take_up(segment_id)
+        self.quarantined.take_up(segment_id)
 
     def quarantine(self, segment_ids: Iterable[int]) -> None:
         """Keep these segments, also over restarts, until they are taken up, or dropped for a reason."""
         for segment_id in segment_ids:
             with self._lock:
-                if segment_id in self._held and segment_id not in self._quarantined:
-                    self._memory_dir.quarantine(segment_id)
-                    self._quarantined.add(segment_id)
-                    _log.warning("segment %016x is quarantined: the coordinator's records do not have it", segment_id)
-
-    def take_up(self, segment_id: int) -> None:
-        """End a segment's quarantine, because a buffer has it or it is gone."""
-        with self._lock:
-            if segment_id in self._quarantined:
-                self._memory_dir.quarantine(segment_id, ends=True)
-                self._quarantined.discard(segment_id)
-
-    def role_taken(self, segment_id: int, epoch: int) -> None:
-        """End the quarantine of a segment that the records place here in that epoch, unless its file has a later
-        one."""
-        if segment_id in self._quarantined:
-            held = self._engine.holds(segment_id)
-            if held is not None and held.epoch == epoch:
-                self.take_up(segment_id)
+                if segment_id in self._held:
+                    self.quarantined.begin(segment_id)
 
     def inventory(self) -> dict[int, tuple[FoundSegment, bool]]:
         """Return the segments that are here now, by id, each with whether it is quarantined."""
         found = self._engine.held()
         with self._lock:
             return {
-                number: (held, number in self._quarantined) for number, held in found.items() if number in self._held
+                number: (held, number in self.quarantined) for number, held in found.items() if number in self._held
             }
 
     def bind(self, segment_id: int) -> bool:
@@ -284,7 +227,7 @@ class Segments:
         """Retire the idle ones of these segments: they answer no more requests. Return their locks' last tokens by
         id. `term`: as in drop."""
         with self._lock:
-            self._check_registered(term, destroys=True)
+            self.terms.check(term, destroys=True)
             there = [segment_id for segment_id in segment_ids if segment_id in self._held]
         tokens: dict[int, int] = {}
         for segment_id in there:
@@ -293,30 +236,6 @@ class Segments:
                 if token is not None:
                     tokens[segment_id] = token
         return tokens
-
-    def end_sessions(self, session_ids: Iterable[int]) -> None:
-        """Give up all that these sessions hold here, and refuse them from now on. Repetitions are cheap."""
-        for session_id in session_ids:
-            with self._lock:
-                if session_id in self._ended:
-                    continue
-            self._engine.end_session(session_id)
-            self.on_end(session_id)
-            # Recorded only now, because other threads may rely on a recorded end.
-            with self._lock:
-                self._ended[session_id] = None
-                if len(self._ended) > ENDED_MAX:
-                    del self._ended[next(iter(self._ended))]
-            failpoint("memserver.session.ended")
-
-    def know_ended(self, all_of_them: bool) -> None:
-        """Set whether end_sessions was given each session that has ended, also during earlier runs."""
-        self._engine.know_ended(all_of_them)
-
-    def has_ended(self, session_id: int) -> bool:
-        """Return whether end_sessions was given this session."""
-        with self._lock:
-            return session_id in self._ended
 
     def held(self) -> dict[int, SegmentForm]:
         """Return the segments by id. A segment that is made or requested again has a new object from then on."""
@@ -344,41 +263,8 @@ class Segments:
         file_bytes = segment_file_bytes(form.nbytes, form.chunk_bytes)
         if file_bytes == 0:
             raise InvalidArgumentError(f"a segment cannot have {form.nbytes} bytes in chunks of {form.chunk_bytes}")
-        with self._lock:
-            self._making_bytes += file_bytes
-        try:
-            self._check_limit(file_bytes)
-            try:
-                self._engine.create_segment(self._memory_dir.segment_path(form.id), form, bundle_id=bundle_id)
-            except OutOfMemoryError:
-                raise OutOfMemoryError(self._no_room(file_bytes)) from None
-        finally:
-            with self._lock:
-                self._making_bytes -= file_bytes
-
-    def _check_limit(self, file_bytes: int) -> None:
-        """Raise OutOfMemoryError before the kernel would kill this process for exceeding its memory limit."""
-        room = self._limit.room_bytes() if self._limit is not None else None
-        if room is None or self._limit is None:
-            return
-        # A segment that is being made counts as a whole, though part of it may be in `room` already: this is the safe
-        # side.
-        left = room - HEADROOM_BYTES - (self._making_bytes - file_bytes)
-        if file_bytes > left:
-            asked, free, whole = map(format_bytes, (file_bytes, max(left, 0), self._limit.nbytes or 0))
-            raise OutOfMemoryError(
-                f"{asked} were asked for, and {free} are left below the memory limit of its process, {whole}"
-            )
-
-    def _no_room(self, file_bytes: int) -> str:
-        free_bytes = self._capacity_bytes - self.used_bytes()
-        asked, free, whole = map(format_bytes, (file_bytes, max(free_bytes, 0), self._capacity_bytes))
-        if file_bytes > free_bytes:
-            return f"{asked} were asked for, and {free} of {whole} are free"
-        return (
-            f"{asked} were asked for, and {free} of {whole} are free, but the file system of "
-            f"{self._memory_dir.directory} is full"
-        )
+        with self._room.making(file_bytes):
+            self._engine.create_segment(self._memory_dir.segment_path(form.id), form, bundle_id=bundle_id)
 
     def _end(self, segment_id: int) -> None:
         with self._lock:

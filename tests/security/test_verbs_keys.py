@@ -40,9 +40,7 @@ class Asked:
     instance_id: int = 9
     calls: list[tuple[Any, ...]] = field(default_factory=list)
     bound: list[int] = field(default_factory=list)
-
-    def has_ended(self, _session_id: int) -> bool:
-        return False
+    sessions: frozenset[int] = frozenset()  # that have ended
 
     def ids(self) -> set[int]:
         return {SEGMENT, OTHER}

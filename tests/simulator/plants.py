@@ -14,7 +14,7 @@ from unittest.mock import patch
 
 from memserver.registrant import Registrant
 from memserver.replication import Replication
-from memserver.segments import Segments
+from memserver.terms import CoordinatorTerms
 from smb.coordinator import commit_log, steps
 from smb.coordinator.drop_rules import ground_to_drop
 from smb.coordinator.events import (
@@ -211,8 +211,8 @@ def room_beside_lost_memory() -> Replaced:
 @plant
 def late_calls_are_obeyed() -> Replaced:
     """A server drops memory, and takes roles, for a coordinator that led before the records were restored."""
-    yield Segments, "check_not_left", lambda *_: None
-    yield Segments, "_check_registered", lambda *_: None
+    yield CoordinatorTerms, "check_not_left", lambda *_: None
+    yield CoordinatorTerms, "check", lambda *_, **_words: None
 
 
 @plant

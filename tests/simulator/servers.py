@@ -138,7 +138,9 @@ class Server:
         for number in sorted(self.host.segments):
             self.segments.adopt(self.engine.adopt_segment(number))
         outside = ServerOutside(world.loop.time, world.loop.time, cast(Any, self._begin), self.engine.dial)
-        self.replication = Replication(engine, COPY_BYTES_PER_S, on_role=self.segments.role_taken, outside=outside)
+        self.replication = Replication(
+            engine, COPY_BYTES_PER_S, on_role=self.segments.quarantined.role_taken, outside=outside
+        )
         self.segments.on_drop = self.replication.forget
         self._hurry = asyncio.Event()
         self.replication.on_news = self._hurry.set

@@ -189,7 +189,7 @@ class SegmentsMachine(RuleBasedStateMachine):
 
     @rule(session_ids=SESSIONS)
     def end_sessions(self, session_ids: list[int]) -> None:
-        self.segments.end_sessions(session_ids)
+        self.segments.sessions.end(session_ids)
         self.told |= set(session_ids)
 
     @invariant()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from memserver.segments import ENDED_MAX
+from memserver.refused_sessions import ENDED_MAX
 from tests.support.engine_server import CHUNK_BYTES, EPOCH, FLOATS, SCRATCH, EngineServer, engine_server, whole
 from tests.support.raw import Dtype, Flag, Frame, Op, Opcode, RawClient, Status, scale_bits
 

@@ -48,7 +48,7 @@ def test_the_engine_hears_whether_it_was_told_of_every_ended_session(forgotten: 
     ours = registrant(segments)
     ended = pb.EndedSessions(incarnation=1, last_number=3, session_ids=[7], forgotten=forgotten)
     assert answered(ours.turn(), pb.RegisterServerReply(lease_ms=6000, ended_sessions=ended)) == 2.0
-    assert segments.mock_calls[-2:] == [call.end_sessions([7]), call.know_ended(not forgotten)]
+    assert segments.mock_calls[-2:] == [call.sessions.end([7]), call.sessions.know_all(not forgotten)]
     renewal = next(ours.turn()).request
     assert renewal.sessions_seen == pb.SessionsSeen(incarnation=1, last_number=3)
 

@@ -16,7 +16,8 @@ from memserver.engine import Engine, SegmentForm
 from memserver.memory_dir import MemoryDirectory
 from memserver.recovery import recover
 from memserver.replication import BACKUP, NONE, PRIMARY, Replication
-from memserver.segments import FOR_GOOD, NotRegisteredError, Segments
+from memserver.segments import FOR_GOOD, Segments
+from memserver.terms import NotRegisteredError
 from smb import errors
 from smb.daemon.host_memory import file_system_of
 from smb.drop_reasons import Ground
@@ -145,18 +146,18 @@ def test_only_the_coordinator_of_the_last_registration_drops(tmp_path: Path, lea
     run.segments.registered(former)
     refused(present)
     with pytest.raises(NotRegisteredError, match="term"):
-        run.segments.check_registered(present)
+        run.segments.terms.check(present)
     run.segments.list_for_coordinator()
     refused(former)
     refused(present)
-    run.segments.check_registered(former)  # roles count also while it registers again
+    run.segments.terms.check(former)  # roles count also while it registers again
     run.segments.registered(present)
     refused(former)
     with pytest.raises(NotRegisteredError, match="term"):
-        run.segments.check_registered(former)
-    run.segments.check_not_left(present)
+        run.segments.terms.check(former)
+    run.segments.terms.check_not_left(present)
     with pytest.raises(NotRegisteredError, match="leads no more"):
-        run.segments.check_not_left(former)
+        run.segments.terms.check_not_left(former)
     assert len(files(tmp_path)) == 1
     run.segments.drop(FORM.id, term=present)
     assert files(tmp_path) == []
@@ -207,7 +208,7 @@ def test_a_term_that_has_come_back_may_drop_again(tmp_path: Path, leaving: ExitS
     run = Run(tmp_path, leaving)
     for term in (5, 6, 5):
         run.segments.registered(term)
-    run.segments.check_not_left(5)
+    run.segments.terms.check_not_left(5)
     for number, term in ((1, 5), (2, 0)):
         run.segments.create(replace(FORM, id=number))
         run.segments.drop(number, term=term)
