@@ -30,6 +30,7 @@ from smb.files.attributes import NONE, Attributes, FileKind, decode, merged
 from smb.files.catalogue import Catalogue
 from smb.files.contents import Frozen, FrozenFile, Live, Octets
 from smb.files.error_codes import as_os_errors, refuse
+from smb.files.folders import OwnFolders
 from smb.files.formats import named, plain_spec
 from smb.files.generations import LATEST, MODEL, Generations, Place
 from smb.files.handles import FileNode, FileStatus, OpenFile, status_of
@@ -53,7 +54,6 @@ _COPY_BYTES = 8 << 20
 _HIDDEN_S = 1.0
 _RECENT_S = 0.05
 _ALIASES_KEPT = 1000
-_FOLDERS_KEPT = 10_000
 _LINKS_MAX = 40  # in one path, as in Linux
 _TARGET_BYTES_MAX = 4095  # of a symbolic link, as in Linux
 _log = logging.getLogger("smb")
@@ -90,12 +90,11 @@ class NameTree:
         self._lock = threading.RLock()
         self._describing = threading.Lock()  # held while a file's attributes are read, changed and stored
         self._nodes: dict[str, FileNode] = {}
-        self._folders: set[str] = set()  # made by mkdir, or left empty: no buffer lies below them
+        self._folders = OwnFolders()
         self._modified: dict[int, int] = {}  # by buffer id: the name may be another buffer's by now
-        self._folder_attributes: dict[str, Attributes] = {}  # only this process knows those of directories
         self._hidden: dict[str, _Hidden] = {}
         self._aliases: dict[str, FileStatus] = {}
-        self._maker = Maker(client, self._catalogue, self._folders, self._modified, replicas)
+        self._maker = Maker(client, self._catalogue, self._folders.paths, self._modified, replicas)
         self._latest_aliases: deque[str] = deque(maxlen=_ALIASES_KEPT)
         self._frozen: weakref.WeakValueDictionary[tuple[int, int], Frozen] = weakref.WeakValueDictionary()
         self._generations = Generations(client, self._catalogue, self._frozen)
@@ -114,9 +113,9 @@ class NameTree:
             if place is not None and place.generation:
                 return self._status_of(place)
             if self._is_folder(path):
-                kept = self._folder_attributes.get(path, NONE)
+                kept = self._folders.attributes(path)
                 return FileStatus(0, kept.modified or 0, directory=True, attributes=kept, changed=kept.modified or 0)
-            self._folder_attributes.pop(path, None)  # another client may have removed it, and a new one is another
+            self._folders.forget_attributes(path)  # another client may have removed it
             found = self._look(path)
             # hidden files stay hidden here: one may be about to be replaced
             if found is None or found.info.id in self._hidden_ids():
@@ -208,7 +207,7 @@ class NameTree:
             with self._lock:
                 nodes = [node for node in self._nodes.values() if not node.removed]
                 staged_files = [node.path for node in nodes if isinstance(node.content, StagedFile)]
-                own, hidden = set(self._folders), self._hidden_ids()
+                own, hidden = set(self._folders.paths), self._hidden_ids()
             listing = self._catalogue.listing(missed=True)
             infos = listing.infos.copy()
             folders, buffers = entries(path, infos)
@@ -327,7 +326,7 @@ class NameTree:
             if found is None:
                 node.attributes = attributes
                 node.exclusive = bool(flags & os.O_CREAT and flags & os.O_EXCL)
-                self._touch(path)
+                self._folders.touch(path)
         elif truncate:
             self.truncate_node(node, 0)
         return node
@@ -411,9 +410,9 @@ class NameTree:
             ):
                 raise refuse(errno.EEXIST, path)
             self._check_new(path)
-            self._add_folder(path)
-            self._keep_of_folder(path, replace(attributes, modified=time.time_ns()))
-            self._touch(path)
+            self._folders.add(path)
+            self._folders.describe(path, replace(attributes, modified=time.time_ns()))
+            self._folders.touch(path)
 
     def make_link(self, path: str, target: str, attributes: Attributes = NONE) -> None:
         """Make a symbolic link, in one step for the whole cluster. EEXIST, ENOENT; ENAMETOOLONG for a long target."""
@@ -434,27 +433,7 @@ class NameTree:
             buffer = self._maker.filled(staged, spec)
             self._maker.linked(buffer, spec, replace(attributes, link=True).encode())
             with self._lock:
-                self._touch(path)
-
-    def _touch(self, path: str) -> None:
-        """Note that a name in the directory of this path has changed now."""
-        parent = parent_of(path)
-        kept = self._folder_attributes.get(parent, NONE)
-        self._keep_of_folder(parent, replace(kept, modified=time.time_ns()))
-
-    def _keep_of_folder(self, path: str, attributes: Attributes) -> None:
-        """Keep the attributes of a directory, in place of those that were changed the longest ago if there are many."""
-        self._folder_attributes.pop(path, None)
-        self._folder_attributes[path] = attributes
-        while len(self._folder_attributes) > _FOLDERS_KEPT:
-            with suppress(KeyError, RuntimeError, StopIteration):  # status() drops some without the lock
-                del self._folder_attributes[next(iter(self._folder_attributes))]
-
-    def _add_folder(self, path: str) -> None:
-        """Make a directory and its missing parents."""
-        while path and path not in self._folders:
-            self._folders.add(path)
-            path = parent_of(path)
+                self._folders.touch(path)
 
     def remove_folder(self, path: str) -> None:
         """Remove an empty directory. ENOENT, ENOTDIR, ENOTEMPTY."""
@@ -464,9 +443,8 @@ class NameTree:
             for inside, hidden in builtins.list(self._hidden.items()):
                 if inside.startswith(path + "/"):
                     self._end_hidden(inside, hidden)
-            self._folders.discard(path)
-            self._folder_attributes.pop(path, None)
-            self._touch(path)
+            self._folders.remove(path)
+            self._folders.touch(path)
             self._keep_folder(path)
 
     def remove(self, path: str) -> None:
@@ -484,7 +462,7 @@ class NameTree:
                     raise refuse(errno.ENOENT, path)
                 self._maker.take_away(found, None, whichever=True)
                 with self._lock:
-                    self._touch(path)
+                    self._folders.touch(path)
                     self._keep_folder(path)
                 return
             self._catalogue.listing(anew=True)  # a coordinator that is away is waited for before the lock is taken
@@ -506,7 +484,7 @@ class NameTree:
             if found is not None:
                 self._maker.take_away(found, node, whichever=True)
             self._orphan(path)
-        self._touch(path)
+        self._folders.touch(path)
         self._keep_folder(path)
 
     def hide(self, path: str, alias: str) -> None:
@@ -533,7 +511,7 @@ class NameTree:
             else:
                 self._aliases[alias] = status
         self._latest_aliases.append(alias)
-        self._touch(path)
+        self._folders.touch(path)
         self._keep_folder(path)
 
     def forget(self, alias: str) -> None:
@@ -610,8 +588,8 @@ class NameTree:
             if node is not None:
                 self.commit(node, empty=True)
             found = self._find(path)
-            self._touch(path)
-            self._touch(new_path)
+            self._folders.touch(path)
+            self._folders.touch(new_path)
             if node is None and (found is None or self._is_folder(path)):
                 self._rename_folder(path, new_path)
                 return
@@ -709,12 +687,7 @@ class NameTree:
             node = self._nodes.pop(node_path)
             node.path = new_path + node_path[len(path) :]
             self._nodes[node.path] = node
-        for folder in [each for each in self._folder_attributes if each == path or each.startswith(path + "/")]:
-            self._folder_attributes[new_path + folder[len(path) :]] = self._folder_attributes.pop(folder)
-        inside = {folder for folder in self._folders if folder == path or folder.startswith(path + "/")}
-        self._folders -= inside
-        self._folders |= {new_path + folder[len(path) :] for folder in inside}
-        self._add_folder(new_path)
+        self._folders.rename(path, new_path)
         self._keep_folder(path)
 
     def set_modified(self, path: str, modified: int) -> None:
@@ -737,7 +710,7 @@ class NameTree:
             with self._lock:
                 node = self._nodes.get(path)
                 if node is None and self._is_folder(path):
-                    self._keep_of_folder(path, changed(self._folder_attributes.get(path, NONE)))
+                    self._folders.describe(path, changed(self._folders.attributes(path)))
                     return
             with self._describing, nullcontext() if node is None else node.lock:
                 if node is not None and (node.changed or node.removed):
@@ -1033,7 +1006,7 @@ class NameTree:
         return refuse(errno.ENOENT, f"{path!r} does not exist")
 
     def _is_folder(self, path: str) -> bool:
-        if not path or path in self._folders:
+        if not path or path in self._folders.paths:
             return True
         listing = self._catalogue.listing()
         if path in listing.folders:
@@ -1049,11 +1022,7 @@ class NameTree:
             node.removed = True
 
     def _keep_folder(self, path: str) -> None:
-        """Keep a directory whose last file was removed: removing a tree removes the directory next."""
-        folders = self._catalogue.listing().folders
-        while path := parent_of(path):
-            if path not in folders:
-                self._folders.add(path)
+        self._folders.keep_above(path, self._catalogue.listing().folders)
 
 
 def _published(path: str) -> OSError:

@@ -19,7 +19,7 @@ import pytest
 from safetensors.numpy import save_file
 
 import smb
-from smb.files import namespace
+from smb.files import folders
 from smb.files.attributes import Attributes
 from smb.files.namespace import NameTree
 from smb.rpc.control_pb2 import RenameBufferRequest
@@ -350,7 +350,7 @@ def test_a_directory_that_is_gone_leaves_no_rights(client: smb.Client, monkeypat
     client.create("d/w", 1)
     wait_for(lambda: not is_gone(), "new directory")
     assert tree.status("d").attributes.mode is None
-    monkeypatch.setattr(namespace, "_FOLDERS_KEPT", 2)
+    monkeypatch.setattr(folders, "_FOLDERS_KEPT", 2)
     for name in ("e", "f"):
         tree.make_folder(name, Attributes(0o700))
     tree.make_folder("g", Attributes(0o700))
