@@ -23,7 +23,6 @@ from dataclasses import replace
 import numpy as np
 
 from smb.buffer import Buffer
-from smb.buffer_info import BufferInfo
 from smb.client import Client
 from smb.errors import AlreadyExistsError, Error, NotFoundError, PermissionDeniedError
 from smb.files.attributes import NONE, Attributes, FileKind, decode, merged
@@ -40,13 +39,13 @@ from smb.files.names import (
     Form,
     ShownBuffer,
     entries,
-    escaped,
     is_long,
     is_private,
     meanings,
     name_of,
     parent_of,
 )
+from smb.files.paths import TARGET_BYTES_MAX, ShownPaths, is_link, published
 from smb.files.staged_file import StagedFile
 from smb.files.temporary_names import left_by_dead
 
@@ -54,8 +53,6 @@ _COPY_BYTES = 8 << 20
 _HIDDEN_S = 1.0
 _RECENT_S = 0.05
 _ALIASES_KEPT = 1000
-_LINKS_MAX = 40  # in one path, as in Linux
-_TARGET_BYTES_MAX = 4095  # of a symbolic link, as in Linux
 _log = logging.getLogger("smb")
 
 
@@ -98,6 +95,7 @@ class NameTree:
         self._latest_aliases: deque[str] = deque(maxlen=_ALIASES_KEPT)
         self._frozen: weakref.WeakValueDictionary[tuple[int, int], Frozen] = weakref.WeakValueDictionary()
         self._generations = Generations(client, self._catalogue, self._frozen)
+        self._paths = ShownPaths(self._catalogue, self._generations, self._folders)
 
     # ---- looking
 
@@ -112,11 +110,11 @@ class NameTree:
             place = self._generations.at(path)
             if place is not None and place.generation:
                 return self._status_of(place)
-            if self._is_folder(path):
+            if self._paths.is_folder(path):
                 kept = self._folders.attributes(path)
                 return FileStatus(0, kept.modified or 0, directory=True, attributes=kept, changed=kept.modified or 0)
             self._folders.forget_attributes(path)  # another client may have removed it
-            found = self._look(path)
+            found = self._paths.look(path)
             # hidden files stay hidden here: one may be about to be replaced
             if found is None or found.info.id in self._hidden_ids():
                 raise self._none(path)
@@ -127,7 +125,7 @@ class NameTree:
         attributes, created = decode(info.file_attributes), round(1e9 * info.created)
         modified = self._modified.get(info.id) or _or(attributes.modified, created)
         changed = max(created, self._modified.get(info.id, 0), attributes.changed or 0)
-        if attributes.link and not _is_link(info):
+        if attributes.link and not is_link(info):
             attributes = replace(attributes, link=False)
         return FileStatus(
             found.view.nbytes, modified, version=found.shown.version, attributes=attributes, changed=changed
@@ -152,15 +150,7 @@ class NameTree:
         ENOENT before the first generation.
         """
         with self._call():
-            place = self._generations.at(path)
-            if place is not None and place.generation == LATEST and not place.file:
-                return str(self._generations.number(place))
-            found = self._look(path)
-            if found is None or not _is_link(found.info):
-                return None
-            target = np.empty(found.view.nbytes, np.uint8)
-            Live(self._catalogue.known(found.info), found.view).read_into(0, target)
-            return os.fsdecode(target.tobytes())
+            return self._paths.link(path)
 
     def follow(self, path: str) -> str:
         """Return the path to which the symbolic links in a path lead, for callers without a kernel between.
@@ -168,32 +158,7 @@ class NameTree:
         ELOOP; ENOENT for a link out of the cluster's files.
         """
         with self._call():
-            return self._follow(path)
-
-    def _follow(self, path: str) -> str:
-        left, done, links = deque(path.split("/")), "", 0
-        if not {"", ".", ".."}.isdisjoint(left):  # refused where the path is used
-            return path
-        while left:
-            part = left.popleft()
-            if part in ("", "."):
-                continue
-            if part == "..":
-                done = parent_of(done)
-                continue
-            here = f"{done}/{part}" if done else part
-            info = self._catalogue.listing().infos.get(here)
-            target = self.link(here) if info is not None and _is_link(info) else None
-            if target is None:
-                done = here
-                continue
-            links += 1
-            if links > _LINKS_MAX:
-                raise refuse(errno.ELOOP, f"{path!r} leads through more than {_LINKS_MAX} symbolic links")
-            if target.startswith("/"):
-                raise refuse(errno.ENOENT, f"{path!r}: the symbolic link {here!r} leads to {target!r} of a host")
-            left.extendleft(reversed(target.split("/")))
-        return done
+            return self._paths.follow(path)
 
     def list(self, path: str) -> builtins.list[tuple[str, FileKind]]:
         """Return (name, kind) of all entries of a directory, sorted. ENOENT, ENOTDIR."""
@@ -201,7 +166,7 @@ class NameTree:
             place = self._generations.at(path)
             if place is not None and place.generation:
                 return self._list_generation(place)
-            if not self._is_folder(path):
+            if not self._paths.is_folder(path):
                 raise refuse(errno.ENOTDIR, path) if self._find(path) else refuse(errno.ENOENT, path)
             # Before the catalogue: a staged file that becomes a buffer at this moment is then in one of the two.
             with self._lock:
@@ -221,7 +186,7 @@ class NameTree:
                     continue
                 if self._generations.is_state(info):
                     shown[last] = FileKind.FOLDER
-                kind = FileKind.LINK if _is_link(info) else FileKind.FILE
+                kind = FileKind.LINK if is_link(info) else FileKind.FILE
                 shown[self._maker.listed(start + last, info, infos, own)[len(start) :]] = kind
             for staged in staged_files:
                 if parent_of(staged) == path:
@@ -250,7 +215,7 @@ class NameTree:
             node = self._nodes.get(path)
             if node is not None and isinstance(node.content, StagedFile) and not self._find(path):
                 raise refuse(errno.ENODATA, f"{path!r} becomes a buffer only when it is closed")
-            if self._is_folder(path):
+            if self._paths.is_folder(path):
                 raise refuse(errno.EISDIR, path)
             place = self._generations.at(path)
             if place is not None and place.file == MODEL and self._generations.model(place) is not None:
@@ -280,7 +245,7 @@ class NameTree:
                 return self._open_generation(place, path, flags)
             if not flags & os.O_CREAT and (path in self._aliases or self._is_hidden(path)):
                 raise refuse(errno.ESTALE, path)
-            if self._is_folder(path):
+            if self._paths.is_folder(path):
                 new = flags & os.O_CREAT and flags & os.O_EXCL
                 raise refuse(errno.EEXIST if new else errno.EISDIR, path)
             found = self._find(path)
@@ -301,7 +266,7 @@ class NameTree:
         if not place.file and self._generations.is_folder(path):
             raise refuse(errno.EEXIST if new else errno.EISDIR, path)
         if flags & os.O_CREAT or flags & os.O_ACCMODE != os.O_RDONLY:
-            raise _published(path)
+            raise published(path)
         if not place.file:
             raise self._none(path)
         if place.file == MODEL and self._generations.model(place) is not None:
@@ -361,14 +326,12 @@ class NameTree:
         return node
 
     def _check_new(self, path: str) -> None:
-        place = self._generations.at(path)
-        if place is not None and place.generation:
-            raise _published(path)
+        self._paths.refuse_generation(path)
         parent = parent_of(path)
         if self._make_folders:
             while parent and not self._find(parent):
                 parent = parent_of(parent)
-        if not self._is_folder(parent):
+        if not self._paths.is_folder(parent):
             raise refuse(errno.ENOTDIR if parent and self._find(parent) else errno.ENOENT, path)
         if is_private(path):
             raise refuse(errno.EPERM, f"{PRIVATE} is reserved for files that are being made")
@@ -405,7 +368,7 @@ class NameTree:
             found = self._find(path)
             if (
                 path in self._nodes
-                or self._is_folder(path)
+                or self._paths.is_folder(path)
                 or (found is not None and self._maker.is_listed(found, path))
             ):
                 raise refuse(errno.EEXIST, path)
@@ -417,14 +380,14 @@ class NameTree:
     def make_link(self, path: str, target: str, attributes: Attributes = NONE) -> None:
         """Make a symbolic link, in one step for the whole cluster. EEXIST, ENOENT; ENAMETOOLONG for a long target."""
         data = np.frombuffer(os.fsencode(target), np.uint8)
-        if not 0 < data.size <= _TARGET_BYTES_MAX:
+        if not 0 < data.size <= TARGET_BYTES_MAX:
             raise refuse(
                 errno.ENAMETOOLONG if data.size else errno.ENOENT,
-                f"the target of a symbolic link must have 1 to {_TARGET_BYTES_MAX} bytes, not {data.size}",
+                f"the target of a symbolic link must have 1 to {TARGET_BYTES_MAX} bytes, not {data.size}",
             )
         with self._call(_RECENT_S):  # whether the name is taken decides the coordinator
             with self._asked(path):
-                if path in self._nodes or self._is_folder(path) or self._find(path) is not None:
+                if path in self._nodes or self._paths.is_folder(path) or self._find(path) is not None:
                     raise refuse(errno.EEXIST, path)
                 self._check_new(path)
             staged = StagedFile(self._staged_files)
@@ -453,9 +416,9 @@ class NameTree:
         Handles of this process work until they are closed; other processes get ESTALE.
         """
         with self._call():
-            if self._is_folder(path):
+            if self._paths.is_folder(path):
                 raise refuse(errno.EISDIR, path)
-            self._refuse_published(path)
+            self._paths.refuse_published(path)
             if path not in self._nodes and path not in self._hidden:
                 found = self._removable(path)
                 if found is None:
@@ -531,7 +494,7 @@ class NameTree:
                 return  # the hidden file has ended, and the path may have been hidden again, for another file
             self._unhide(path)
             try:
-                found = self._look(path)
+                found = self._paths.look(path)
                 if found is not None and found.info.id == hidden.buffer_id:
                     self._maker.take_away(found, hidden.node)
                     self._keep_folder(path)
@@ -549,7 +512,7 @@ class NameTree:
         """Return True if the file at a path was hidden, and no other file is there."""
         if path not in self._hidden:
             return False
-        found = self._look(path)
+        found = self._paths.look(path)
         return found is None or found.info.id in self._hidden_ids()
 
     def _hidden_ids(self) -> set[int]:
@@ -562,7 +525,7 @@ class NameTree:
         Open handles of this process keep reading the old file. EXDEV between different forms.
         """
         with self._call():
-            self._refuse_published(path, new_path)
+            self._paths.refuse_published(path, new_path)
             copied = self._copied(path, new_path)
             try:
                 self._rename(path, new_path, replace, copied)
@@ -571,12 +534,6 @@ class NameTree:
                     # the buffer usually has its new name; otherwise sweep() of the next mount finds it
                     with suppress(Error):
                         self.client.delete(copied.name, missing_ok=True)
-
-    def _refuse_published(self, *paths: str) -> None:
-        """Raise EACCES for a path in the directory of a state that this module makes, or for that directory."""
-        for path in paths:
-            if self._generations.at(path) is not None:
-                raise _published(path)
 
     def _rename(self, path: str, new_path: str, replace: bool, copied: Copied | None) -> None:
         with self._lock:
@@ -590,13 +547,13 @@ class NameTree:
             found = self._find(path)
             self._folders.touch(path)
             self._folders.touch(new_path)
-            if node is None and (found is None or self._is_folder(path)):
+            if node is None and (found is None or self._paths.is_folder(path)):
                 self._rename_folder(path, new_path)
                 return
             there = self._find(new_path)
             if not replace and (there is not None or new_path in self._nodes):
                 raise refuse(errno.EEXIST, new_path)
-            if self._is_folder(new_path):
+            if self._paths.is_folder(new_path):
                 raise refuse(errno.EISDIR, new_path)
             if there is None and new_path not in self._nodes:
                 self._check_new(new_path)
@@ -647,8 +604,12 @@ class NameTree:
         Returns None if no copy is needed, or if somebody is writing to the file.
         """
         with self._lock:
-            found, node = (self._look(path) if path not in self._hidden else None), self._nodes.get(path)
-            if found is None or self._is_folder(path) or (node is not None and not isinstance(node.content, Live)):
+            found, node = (self._paths.look(path) if path not in self._hidden else None), self._nodes.get(path)
+            if (
+                found is None
+                or self._paths.is_folder(path)
+                or (node is not None and not isinstance(node.content, Live))
+            ):
                 return None
             form, state = found.shown.form, self._maker.state(found, node)
             if found.shown.version is not None or not new_path.endswith(form.value):
@@ -665,11 +626,11 @@ class NameTree:
             return None
 
     def _rename_folder(self, path: str, new_path: str) -> None:
-        if not self._is_folder(path):
+        if not self._paths.is_folder(path):
             raise refuse(errno.ENOENT, path)
         if new_path.startswith(path + "/"):
             raise refuse(errno.EINVAL, f"{new_path!r} is inside {path!r}")
-        if self._is_folder(new_path):
+        if self._paths.is_folder(new_path):
             self.remove_folder(new_path)
         elif self._find(new_path):
             raise refuse(errno.ENOTDIR, new_path)
@@ -706,10 +667,10 @@ class NameTree:
             return wanted
 
         with self._call():
-            self._refuse_generation(path)
+            self._paths.refuse_generation(path)
             with self._lock:
                 node = self._nodes.get(path)
-                if node is None and self._is_folder(path):
+                if node is None and self._paths.is_folder(path):
                     self._folders.describe(path, changed(self._folders.attributes(path)))
                     return
             with self._describing, nullcontext() if node is None else node.lock:
@@ -746,11 +707,6 @@ class NameTree:
                     self._modified.pop(found.info.id, None)
                 if node is not None:
                     node.describe(attributes, stored=True)
-
-    def _refuse_generation(self, path: str) -> None:
-        place = self._generations.at(path)
-        if place is not None and place.generation:
-            raise _published(path)
 
     def truncate(self, path: str, nbytes: int) -> None:
         """Set a file's size. A file of a different size than before becomes a buffer of bytes."""
@@ -839,7 +795,7 @@ class NameTree:
             if node.unwritten:
                 raise refuse(errno.ENOSPC, f"{node.path!r} is incomplete: some of the written data found no room")
             # Ending a hidden file takes the tree's lock, which comes before the node's.
-            found = self._look(node.path) if node.path not in self._hidden else None
+            found = self._paths.look(node.path) if node.path not in self._hidden else None
             exclusive = node.exclusive and node.path not in self._hidden
             if exclusive and found is not None:
                 if found.info.id != node.made:  # else it is this one, and the answer was lost
@@ -850,7 +806,7 @@ class NameTree:
                 buffer: Buffer | None = None
                 with suppress(NotFoundError):  # another client has deleted it since the listing
                     buffer = self._catalogue.open(found.shown.name)
-                found = self._look(node.path)  # with the attributes that others have set until now
+                found = self._paths.look(node.path)  # with the attributes that others have set until now
                 if found is not None and buffer is not None and buffer.info.id == found.info.id:
                     live = Live(buffer, found.view) if found.view.nbytes == staged.nbytes else None
             attributes = node.attributes
@@ -958,7 +914,7 @@ class NameTree:
         So the wait for a coordinator that is away happens before the lock is taken, when it delays no other file.
         Everything is looked up again under the lock, usually in the same listing.
         """
-        self._look(path)
+        self._paths.look(path)
         with self._lock:
             yield
 
@@ -966,23 +922,7 @@ class NameTree:
         """Return what a path shows, after a hidden file there was removed."""
         if path in self._hidden:
             self._end_hidden(path, self._hidden[path])
-        return self._look(path)
-
-    def _look(self, path: str) -> FoundForm | None:
-        if not path or is_private(path):
-            return None
-        escaped(path)  # raises for a path that is too long
-        shown = meanings(path)
-        for missed in (False, True):
-            infos = (self._catalogue.missed(path) if missed else self._catalogue.listing()).infos
-            for one in shown:
-                info = infos.get(one.name)
-                if info is None or (one.version is not None and info.versions == 1):
-                    continue
-                view = self._catalogue.view(info, one.form)
-                if view is not None:
-                    return FoundForm(one, info, view)
-        return None
+        return self._paths.look(path)
 
     def _found(self, path: str) -> FoundForm:
         found = self._find(path)
@@ -998,23 +938,7 @@ class NameTree:
         """
         if path in self._latest_aliases:
             return refuse(errno.ESTALE, f"{path!r} does not exist")
-        above, infos = parent_of(path), self._catalogue.listing().infos
-        while above and above not in infos:
-            above = parent_of(above)
-        if above and not self._is_folder(above):
-            return refuse(errno.ENOTDIR, f"{path!r} does not exist: {above!r} is a file")
-        return refuse(errno.ENOENT, f"{path!r} does not exist")
-
-    def _is_folder(self, path: str) -> bool:
-        if not path or path in self._folders.paths:
-            return True
-        listing = self._catalogue.listing()
-        if path in listing.folders:
-            return True
-        known = any(shown.name in listing.infos for shown in meanings(path))  # a file is not looked for again
-        if not known and path in self._catalogue.missed(path).folders:
-            return True
-        return self._generations.is_folder(path)
+        return self._paths.missing(path)
 
     def _orphan(self, path: str) -> None:
         node = self._nodes.pop(path, None)
@@ -1025,19 +949,5 @@ class NameTree:
         self._folders.keep_above(path, self._catalogue.listing().folders)
 
 
-def _published(path: str) -> OSError:
-    return refuse(
-        errno.EACCES,
-        f"{path!r} belongs to a published state: its generations cannot be changed. Files that all of them have are "
-        f"written into the state's own directory; smb rm deletes the state",
-    )
-
-
 def _or(value: int | None, usual: int) -> int:
     return usual if value is None else value
-
-
-def _is_link(info: BufferInfo) -> bool:
-    """Return True for a symbolic link, whose buffer's bytes can be a target."""
-    fits = info.versions == 1 and info.dtype == np.uint8 and 0 < info.nbytes <= _TARGET_BYTES_MAX
-    return bool(info.file_attributes) and fits and decode(info.file_attributes).link
