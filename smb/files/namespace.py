@@ -15,7 +15,6 @@ import os
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
@@ -33,6 +32,7 @@ from smb.files.folders import OwnFolders
 from smb.files.formats import named, plain_spec
 from smb.files.generations import LATEST, MODEL, Generations, Place
 from smb.files.handles import FileNode, FileStatus, OpenFile, status_of
+from smb.files.hidden_files import HiddenFiles
 from smb.files.making import Copied, FoundForm, Maker, copy_all, draw, older
 from smb.files.names import (
     PRIVATE,
@@ -50,24 +50,8 @@ from smb.files.staged_file import StagedFile
 from smb.files.temporary_names import left_by_dead
 
 _COPY_BYTES = 8 << 20
-_HIDDEN_S = 1.0
 _RECENT_S = 0.05
-_ALIASES_KEPT = 1000
 _log = logging.getLogger("smb")
-
-
-class _Hidden:
-    """A path that hide() removed here, but that the cluster still has, until `timer` calls `end` or the name is needed.
-
-    A buffer that another process puts there in the meantime has another `buffer_id`.
-    """
-
-    def __init__(self, node: FileNode | None, buffer_id: int, end: Callable[[_Hidden], None]) -> None:
-        self.node = node
-        self.buffer_id = buffer_id
-        self.timer = threading.Timer(_HIDDEN_S, end, (self,))
-        self.timer.daemon = True
-        self.timer.start()
 
 
 class NameTree:
@@ -89,13 +73,11 @@ class NameTree:
         self._nodes: dict[str, FileNode] = {}
         self._folders = OwnFolders()
         self._modified: dict[int, int] = {}  # by buffer id: the name may be another buffer's by now
-        self._hidden: dict[str, _Hidden] = {}
-        self._aliases: dict[str, FileStatus] = {}
         self._maker = Maker(client, self._catalogue, self._folders.paths, self._modified, replicas)
-        self._latest_aliases: deque[str] = deque(maxlen=_ALIASES_KEPT)
         self._frozen: weakref.WeakValueDictionary[tuple[int, int], Frozen] = weakref.WeakValueDictionary()
         self._generations = Generations(client, self._catalogue, self._frozen)
         self._paths = ShownPaths(self._catalogue, self._generations, self._folders)
+        self._hidden = HiddenFiles(self._lock, self._catalogue, self._paths, self._maker, self._folders)
 
     # ---- looking
 
@@ -105,8 +87,9 @@ class NameTree:
             node = self._nodes.get(path)
             if node is not None:
                 return status_of(node)
-            if path in self._aliases:
-                return self._aliases[path]
+            alias = self._hidden.status(path)
+            if alias is not None:
+                return alias
             place = self._generations.at(path)
             if place is not None and place.generation:
                 return self._status_of(place)
@@ -116,7 +99,7 @@ class NameTree:
             self._folders.forget_attributes(path)  # another client may have removed it
             found = self._paths.look(path)
             # hidden files stay hidden here: one may be about to be replaced
-            if found is None or found.info.id in self._hidden_ids():
+            if found is None or found.info.id in self._hidden.ids():
                 raise self._none(path)
             return self._status_of_file(found)
 
@@ -172,7 +155,7 @@ class NameTree:
             with self._lock:
                 nodes = [node for node in self._nodes.values() if not node.removed]
                 staged_files = [node.path for node in nodes if isinstance(node.content, StagedFile)]
-                own, hidden = set(self._folders.paths), self._hidden_ids()
+                own, hidden = set(self._folders.paths), self._hidden.ids()
             listing = self._catalogue.listing(missed=True)
             infos = listing.infos.copy()
             folders, buffers = entries(path, infos)
@@ -243,7 +226,7 @@ class NameTree:
             place = self._generations.at(path)
             if place is not None and place.generation:
                 return self._open_generation(place, path, flags)
-            if not flags & os.O_CREAT and (path in self._aliases or self._is_hidden(path)):
+            if not flags & os.O_CREAT and (self._hidden.status(path) is not None or self._hidden.hides(path)):
                 raise refuse(errno.ESTALE, path)
             if self._paths.is_folder(path):
                 new = flags & os.O_CREAT and flags & os.O_EXCL
@@ -403,9 +386,7 @@ class NameTree:
         with self._call(), self._lock:
             if not path or self._generations.at(path) is not None or self.list(path):
                 raise refuse(errno.ENOTEMPTY, path)
-            for inside, hidden in builtins.list(self._hidden.items()):
-                if inside.startswith(path + "/"):
-                    self._end_hidden(inside, hidden)
+            self._hidden.end_below(path)
             self._folders.remove(path)
             self._folders.touch(path)
             self._keep_folder(path)
@@ -466,57 +447,23 @@ class NameTree:
         with nullcontext() if node is None else node.lock:  # as in _remove
             found = self._find(path)
             if found is not None:
-                self._hidden[path] = _Hidden(node, found.info.id, lambda hidden: self._end_hidden(path, hidden))
+                self._hidden.hide(path, node, found.info.id)
             if node is not None:
                 node.removed = True
                 node.path = alias
                 self._nodes[alias] = node
-            else:
-                self._aliases[alias] = status
-        self._latest_aliases.append(alias)
+        self._hidden.note_alias(alias, status if node is None else None)
         self._folders.touch(path)
         self._keep_folder(path)
 
     def forget(self, alias: str) -> None:
         """Forget a hidden file: the last process that had it open has closed it."""
-        with self._lock:
-            self._aliases.pop(alias, None)
+        self._hidden.forget(alias)
 
     def end_hidden(self) -> None:
         """Remove all hidden files from the cluster, and private buffers: called before this process ends."""
-        for path, hidden in builtins.list(self._hidden.items()):
-            self._end_hidden(path, hidden)
+        self._hidden.end_below("")
         self._maker.drop()
-
-    def _end_hidden(self, path: str, hidden: _Hidden) -> None:
-        with self._lock:
-            if self._hidden.get(path) is not hidden:
-                return  # the hidden file has ended, and the path may have been hidden again, for another file
-            self._unhide(path)
-            try:
-                found = self._paths.look(path)
-                if found is not None and found.info.id == hidden.buffer_id:
-                    self._maker.take_away(found, hidden.node)
-                    self._keep_folder(path)
-            except NotFoundError as error:  # another client has taken it away, or put another file there
-                _log.debug("%s: %s", path, error)
-            except Error as error:
-                _log.error("%s was not removed: %s", path, error)
-
-    def _unhide(self, path: str) -> FileNode | None:
-        hidden = self._hidden.pop(path)
-        hidden.timer.cancel()
-        return hidden.node
-
-    def _is_hidden(self, path: str) -> bool:
-        """Return True if the file at a path was hidden, and no other file is there."""
-        if path not in self._hidden:
-            return False
-        found = self._paths.look(path)
-        return found is None or found.info.id in self._hidden_ids()
-
-    def _hidden_ids(self) -> set[int]:
-        return {hidden.buffer_id for hidden in builtins.list(self._hidden.values())}
 
     def rename(self, path: str, new_path: str, *, replace: bool = True) -> None:
         """Rename a file or directory in one step for the whole cluster; with `replace`, a file of the new name is
@@ -540,7 +487,7 @@ class NameTree:
             if path == new_path:
                 self.status(path)
                 return
-            victim = self._unhide(new_path) if new_path in self._hidden else self._nodes.get(new_path)
+            victim = self._hidden.take_back(new_path) if new_path in self._hidden else self._nodes.get(new_path)
             node = self._nodes.get(path)
             if node is not None:
                 self.commit(node, empty=True)
@@ -920,8 +867,7 @@ class NameTree:
 
     def _find(self, path: str) -> FoundForm | None:
         """Return what a path shows, after a hidden file there was removed."""
-        if path in self._hidden:
-            self._end_hidden(path, self._hidden[path])
+        self._hidden.end(path)
         return self._paths.look(path)
 
     def _found(self, path: str) -> FoundForm:
@@ -936,7 +882,7 @@ class NameTree:
         The kernel also asks about an alias (hide) for a process that found the file before it lost its path, when no
         process has it open any more. At ESTALE the kernel looks up what the path leads to now.
         """
-        if path in self._latest_aliases:
+        if self._hidden.was_alias(path):
             return refuse(errno.ESTALE, f"{path!r} does not exist")
         return self._paths.missing(path)
 
