@@ -161,12 +161,12 @@ class OpenFile:
         try:
             if data.size:
                 start = self._node.content.nbytes if self._append else offset
-                self._tree.ask_for_room(self._node, start + data.size)
+                self._tree.writer.ask_for_room(self._node, start + data.size)
             with self._node.lock:
                 if self._append:
                     offset = self._node.content.nbytes
                 if data.size:
-                    self._tree.write_node(self._node, offset, data)
+                    self._tree.writer.write(self._node, offset, data)
                 return offset + data.size
         except Error as error:
             raise os_error(error, gone=errno.ESTALE) from error
@@ -188,13 +188,13 @@ class OpenFile:
         if self._node is None or not self.writable:
             raise refuse(errno.EBADF, "the file is open for reading only")
         with self._errors():
-            self._tree.truncate_node(self._node, nbytes)
+            self._tree.writer.truncate(self._node, nbytes)
 
     def flush(self) -> None:
         """Make written data part of the cluster: after the return, other clients read it."""
         if self._node is not None and self.writable:
             with self._errors():
-                self._tree.commit(self._node)
+                self._tree.writer.commit(self._node)
 
     def discard(self) -> None:
         """Give up a staged file: the former file stays."""

@@ -24,16 +24,16 @@ import numpy as np
 from smb.buffer import Buffer
 from smb.client import Client
 from smb.errors import AlreadyExistsError, Error, NotFoundError, PermissionDeniedError
-from smb.files.attributes import NONE, Attributes, FileKind, decode, merged
+from smb.files.attributes import NONE, Attributes, FileKind, decode
 from smb.files.catalogue import Catalogue
-from smb.files.contents import Frozen, FrozenFile, Live, Octets
+from smb.files.contents import Frozen, FrozenFile, Live
 from smb.files.error_codes import as_os_errors, refuse
 from smb.files.folders import OwnFolders
 from smb.files.formats import named, plain_spec
 from smb.files.generations import LATEST, MODEL, Generations, Place
 from smb.files.handles import FileNode, FileStatus, OpenFile, status_of
 from smb.files.hidden_files import HiddenFiles
-from smb.files.making import Copied, FoundForm, Maker, copy_all, draw, older
+from smb.files.making import Copied, FoundForm, Maker, older
 from smb.files.names import (
     PRIVATE,
     Form,
@@ -48,9 +48,8 @@ from smb.files.names import (
 from smb.files.paths import TARGET_BYTES_MAX, ShownPaths, is_link, published
 from smb.files.staged_file import StagedFile
 from smb.files.temporary_names import left_by_dead
+from smb.files.writing import RECENT_S, FileWriter
 
-_COPY_BYTES = 8 << 20
-_RECENT_S = 0.05
 _log = logging.getLogger("smb")
 
 
@@ -66,7 +65,6 @@ class NameTree:
     ) -> None:
         self.client = client
         self._make_folders = make_folders
-        self._staged_files = staged_files
         self._catalogue = Catalogue(client)
         self._lock = threading.RLock()
         self._describing = threading.Lock()  # held while a file's attributes are read, changed and stored
@@ -78,6 +76,9 @@ class NameTree:
         self._generations = Generations(client, self._catalogue, self._frozen)
         self._paths = ShownPaths(self._catalogue, self._generations, self._folders)
         self._hidden = HiddenFiles(self._lock, self._catalogue, self._paths, self._maker, self._folders)
+        self.writer = FileWriter(
+            client, self._catalogue, self._paths, self._hidden, self._maker, self._modified, staged_files
+        )
 
     # ---- looking
 
@@ -222,7 +223,7 @@ class NameTree:
         """
         writes = flags & os.O_ACCMODE != os.O_RDONLY
         # A caller that makes a file has usually just seen that there is none; the name is decided when it is closed.
-        with self._call(_RECENT_S if flags & os.O_CREAT else 0.0):
+        with self._call(RECENT_S if flags & os.O_CREAT else 0.0):
             place = self._generations.at(path)
             if place is not None and place.generation:
                 return self._open_generation(place, path, flags)
@@ -276,7 +277,7 @@ class NameTree:
                 node.exclusive = bool(flags & os.O_CREAT and flags & os.O_EXCL)
                 self._folders.touch(path)
         elif truncate:
-            self.truncate_node(node, 0)
+            self.writer.truncate(node, 0)
         return node
 
     def _is_current(self, path: str, buffer_id: int) -> bool:
@@ -289,7 +290,7 @@ class NameTree:
         now = time.time_ns()
         if found is None:
             self._check_new(path)
-            node = FileNode(path, StagedFile(self._staged_files), now)
+            node = FileNode(path, self.writer.staged(), now)
             node.changed = True
             return node
         buffer = self._catalogue.open(found.shown.name)
@@ -302,10 +303,10 @@ class NameTree:
         node.base_bytes = view.nbytes
         node.since = max(round(1e9 * buffer.info.created), self._modified.get(buffer.info.id, 0))
         if truncate:
-            node.content, node.changed = StagedFile(self._staged_files), True
+            node.content, node.changed = self.writer.staged(), True
             node.touch(now)
         elif buffer.versions > 1:
-            self._detach(node, FrozenFile(Frozen(buffer, None, or_zeros=True), view))
+            self.writer.detach(node, FrozenFile(Frozen(buffer, None, or_zeros=True), view))
         return node
 
     def _check_new(self, path: str) -> None:
@@ -347,7 +348,7 @@ class NameTree:
 
     def make_folder(self, path: str, attributes: Attributes = NONE) -> None:
         """Make a directory. Only this process knows it until it has a file. EEXIST, ENOENT."""
-        with self._call(_RECENT_S), self._asked(path):  # the kernel has usually just looked for it
+        with self._call(RECENT_S), self._asked(path):  # the kernel has usually just looked for it
             found = self._find(path)
             if (
                 path in self._nodes
@@ -368,12 +369,12 @@ class NameTree:
                 errno.ENAMETOOLONG if data.size else errno.ENOENT,
                 f"the target of a symbolic link must have 1 to {TARGET_BYTES_MAX} bytes, not {data.size}",
             )
-        with self._call(_RECENT_S):  # whether the name is taken decides the coordinator
+        with self._call(RECENT_S):  # whether the name is taken decides the coordinator
             with self._asked(path):
                 if path in self._nodes or self._paths.is_folder(path) or self._find(path) is not None:
                     raise refuse(errno.EEXIST, path)
                 self._check_new(path)
-            staged = StagedFile(self._staged_files)
+            staged = self.writer.staged()
             staged.write(0, data)
             spec = named(plain_spec(path, staged.nbytes))
             buffer = self._maker.filled(staged, spec)
@@ -490,7 +491,7 @@ class NameTree:
             victim = self._hidden.take_back(new_path) if new_path in self._hidden else self._nodes.get(new_path)
             node = self._nodes.get(path)
             if node is not None:
-                self.commit(node, empty=True)
+                self.writer.commit(node, empty=True)
             found = self._find(path)
             self._folders.touch(path)
             self._folders.touch(new_path)
@@ -674,133 +675,6 @@ class NameTree:
 
     # ---- for OpenFile
 
-    def ask_for_room(self, node: FileNode, nbytes: int) -> None:
-        """Ask the coordinator for free space before a file grows.
-
-        Done before the file's lock is taken, since holders of the tree's lock may wait for that.
-        """
-        if nbytes > max(node.base_bytes, node.content.nbytes):
-            self._catalogue.has_room(nbytes)
-
-    def write_node(self, node: FileNode, offset: int, data: Octets) -> None:
-        """Write into a file, which grows if necessary."""
-        with node.lock:
-            end = offset + data.size
-            if isinstance(node.content, Live) and end > node.content.nbytes:
-                self._detach(node, node.content)
-            try:
-                if isinstance(node.content, StagedFile):
-                    if end > node.content.nbytes:
-                        self._check_room(node, end)
-                    node.changed = True
-                node.content.write(offset, data)
-            except OSError:
-                if isinstance(node.content, StagedFile):
-                    node.note_unwritten(offset, end)
-                raise
-            node.note_written(offset, end)
-            node.written = time.time_ns()
-            node.touch(node.written)
-
-    def truncate_node(self, node: FileNode, nbytes: int) -> None:
-        self.ask_for_room(node, nbytes)
-        with node.lock:
-            if nbytes == node.content.nbytes:
-                return
-            if isinstance(node.content, Live):
-                staged = StagedFile(self._staged_files)
-                draw(node.content, staged, nbytes)
-                node.content = staged
-            try:
-                self._check_room(node, nbytes)
-                node.content.truncate(nbytes)
-            except OSError:
-                node.note_unwritten(node.content.nbytes, nbytes)
-                raise
-            node.unwritten = range(0)
-            node.changed = True
-            node.touch(time.time_ns())
-
-    def commit(self, node: FileNode, *, empty: bool = False) -> None:
-        """Turn a staged file into a buffer: write into the buffer of its name if that has the same size, else replace
-        it.
-
-        An empty file becomes a buffer only with `empty`: a shell closes copies of its descriptor before a program
-        writes to it. One that was made with O_EXCL becomes one at once, so that close() can say that another client has
-        made a file of its path meanwhile: EEXIST.
-        """
-        # After an attempt whose outcome is unknown, the listing has to show whether the file is there.
-        asked_anew = node.exclusive and node.made
-        with self._catalogue.call(0.0 if asked_anew else _RECENT_S), node.lock:
-            staged = node.content
-            if node.stale and isinstance(staged, Live) and not node.removed:
-                self._store_time(node, staged)
-            if not node.changed or node.removed or not isinstance(staged, StagedFile):
-                return
-            if not (staged.nbytes or empty or node.exclusive):
-                return
-            if node.unwritten:
-                raise refuse(errno.ENOSPC, f"{node.path!r} is incomplete: some of the written data found no room")
-            # Ending a hidden file takes the tree's lock, which comes before the node's.
-            found = self._paths.look(node.path) if node.path not in self._hidden else None
-            exclusive = node.exclusive and node.path not in self._hidden
-            if exclusive and found is not None:
-                if found.info.id != node.made:  # else it is this one, and the answer was lost
-                    raise refuse(errno.EEXIST, f"another client has made {node.path!r} since it was opened")
-                exclusive = False
-            live = None
-            if found is not None:
-                buffer: Buffer | None = None
-                with suppress(NotFoundError):  # another client has deleted it since the listing
-                    buffer = self._catalogue.open(found.shown.name)
-                found = self._paths.look(node.path)  # with the attributes that others have set until now
-                if found is not None and buffer is not None and buffer.info.id == found.info.id:
-                    live = Live(buffer, found.view) if found.view.nbytes == staged.nbytes else None
-            attributes = node.attributes
-            if found is not None:
-                there = decode(found.info.file_attributes)
-                changed = max(there.changed or 0, attributes.changed or 0) or None
-                kept = merged(there, node.stored, attributes)
-                attributes = replace(kept, modified=attributes.modified, changed=changed, link=False)
-            if live is None or not staged.nbytes or not live.takes(staged):
-                attributes = replace(attributes, changed=None)  # the creation is later
-                text = attributes.encode()  # may raise: before the buffer is made
-                spec = self._maker.spec(node.path, staged)
-                buffer = self._maker.filled(staged, spec, found.info if found is not None else None)
-                if node.removed:  # in the meantime
-                    self.client.delete(buffer.name, missing_ok=True)
-                    return
-                node.made = buffer.info.id
-                live = self._maker.named(buffer, spec, found, None, text, replace=not exclusive)
-            else:
-                assert found is not None, "live is what was found"
-                if live.buffer.versions == 1 and attributes.modified is None:  # others see no other time of this change
-                    attributes = replace(attributes, modified=node.modified)
-                text = attributes.encode()  # may raise: before the bytes change
-                if live.buffer.versions == 1:
-                    copy_all(staged, live)
-                else:
-                    live.publish(staged)
-                self._maker.describe(found, text)
-            node.attributes = node.stored = attributes
-            if live.buffer.versions == 1:
-                node.content = live
-            node.changed = node.stale = node.exclusive = False
-            node.since = round(1e9 * live.buffer.info.created)
-            node.base_bytes = live.nbytes
-            if node.attributes.modified is None:
-                self._modified[live.buffer.info.id] = node.modified
-
-    def _store_time(self, node: FileNode, live: Live) -> None:
-        """Store the time of writes in place, for a file whose time was set before: others would go on to see that."""
-        node.stale = False
-        try:
-            kept = self._catalogue.attributes_now(live.buffer)
-            node.attributes = node.stored = replace(kept, modified=node.modified)
-            self._maker.describe_buffer(live.buffer, node.attributes.encode())
-        except (Error, OSError) as error:  # the bytes are there in any case
-            _log.warning("the time of change of %s was not stored: %s", node.path, error)
-
     def discard_node(self, node: FileNode) -> None:
         """Drop a staged file that is not in the cluster."""
         with self._lock, node.lock:
@@ -816,7 +690,7 @@ class NameTree:
                 return
             try:
                 if node.content.nbytes == 0 and not node.unwritten:
-                    self.commit(node, empty=True)
+                    self.writer.commit(node, empty=True)
                 elif node.changed and not node.removed:
                     _log.error("%s: not all of it reached the cluster; what was there before still is", node.path)
             finally:
@@ -836,15 +710,6 @@ class NameTree:
             self._modified[node.content.buffer.info.id] = node.modified
         elif (found := self._find(node.path)) is not None:
             self._modified[found.info.id] = node.modified
-
-    def _detach(self, node: FileNode, source: Live | FrozenFile) -> None:
-        staged = StagedFile(self._staged_files)
-        draw(source, staged, source.nbytes)
-        node.content = staged
-
-    def _check_room(self, node: FileNode, nbytes: int) -> None:
-        if nbytes > node.base_bytes and not self._catalogue.has_room(nbytes):
-            raise refuse(errno.ENOSPC, f"{node.path!r}: the memory servers have no room for {nbytes} bytes")
 
     # ---- inside
 

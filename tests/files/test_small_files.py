@@ -98,7 +98,7 @@ def test_calls_of_a_small_file(connect: Connect, calls: Counter[str]) -> None:
 
 def test_a_directory_is_looked_for_once(connect: Connect, calls: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """By the kernel, just before it asks for one; one that another client has made is EEXIST."""
-    monkeypatch.setattr("smb.files.namespace._RECENT_S", 60.0)
+    monkeypatch.setattr("smb.files.namespace.RECENT_S", 60.0)
     monkeypatch.setattr("smb.files.catalogue.FRESH_S", 60.0)
     tree = NameTree(connect())
     assert tree.list("") == []
