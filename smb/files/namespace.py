@@ -23,17 +23,18 @@ import numpy as np
 
 from smb.buffer import Buffer
 from smb.client import Client
-from smb.errors import AlreadyExistsError, Error, NotFoundError, PermissionDeniedError
-from smb.files.attributes import NONE, Attributes, FileKind, decode
+from smb.errors import Error, PermissionDeniedError
+from smb.files.attributes import NONE, Attributes, FileKind
 from smb.files.catalogue import Catalogue
 from smb.files.contents import Frozen, FrozenFile, Live
+from smb.files.describing import Describer, changed
 from smb.files.error_codes import as_os_errors, refuse
 from smb.files.folders import OwnFolders
 from smb.files.formats import named, plain_spec
 from smb.files.generations import LATEST, MODEL, Generations, Place
 from smb.files.handles import FileNode, FileStatus, OpenFile, status_of
 from smb.files.hidden_files import HiddenFiles
-from smb.files.making import Copied, FoundForm, Maker, older
+from smb.files.making import Copied, FoundForm, Maker
 from smb.files.names import (
     PRIVATE,
     Form,
@@ -67,7 +68,6 @@ class NameTree:
         self._make_folders = make_folders
         self._catalogue = Catalogue(client)
         self._lock = threading.RLock()
-        self._describing = threading.Lock()  # held while a file's attributes are read, changed and stored
         self._nodes: dict[str, FileNode] = {}
         self._folders = OwnFolders()
         self._modified: dict[int, int] = {}  # by buffer id: the name may be another buffer's by now
@@ -76,6 +76,7 @@ class NameTree:
         self._generations = Generations(client, self._catalogue, self._frozen)
         self._paths = ShownPaths(self._catalogue, self._generations, self._folders)
         self._hidden = HiddenFiles(self._lock, self._catalogue, self._paths, self._maker, self._folders)
+        self._describer = Describer(self._catalogue, self._maker, self._modified, self._found)
         self.writer = FileWriter(
             client, self._catalogue, self._paths, self._hidden, self._maker, self._modified, staged_files
         )
@@ -102,18 +103,7 @@ class NameTree:
             # hidden files stay hidden here: one may be about to be replaced
             if found is None or found.info.id in self._hidden.ids():
                 raise self._none(path)
-            return self._status_of_file(found)
-
-    def _status_of_file(self, found: FoundForm) -> FileStatus:
-        info = found.info
-        attributes, created = decode(info.file_attributes), round(1e9 * info.created)
-        modified = self._modified.get(info.id) or _or(attributes.modified, created)
-        changed = max(created, self._modified.get(info.id, 0), attributes.changed or 0)
-        if attributes.link and not is_link(info):
-            attributes = replace(attributes, link=False)
-        return FileStatus(
-            found.view.nbytes, modified, version=found.shown.version, attributes=attributes, changed=changed
-        )
+            return self._describer.status(found)
 
     def _status_of(self, place: Place) -> FileStatus:
         number = self._generations.number(place)
@@ -298,7 +288,7 @@ class NameTree:
         if view is None:
             raise refuse(errno.ENOENT, path)
         attributes = self._catalogue.attributes(found.shown.name, buffer)
-        modified = self._modified.get(buffer.info.id) or _or(attributes.modified, round(1e9 * buffer.info.created))
+        modified = self._describer.modified(buffer.info, attributes)
         node = FileNode(path, Live(buffer, view), modified, attributes)
         node.base_bytes = view.nbytes
         node.since = max(round(1e9 * buffer.info.created), self._modified.get(buffer.info.id, 0))
@@ -608,53 +598,14 @@ class NameTree:
 
         Those of a staged file become known with its bytes. ENOENT, EACCES, ENOSPC; EOPNOTSUPP at an older coordinator.
         """
-
-        def changed(kept: Attributes) -> Attributes:
-            wanted = replace(change(kept), changed=time.time_ns())
-            wanted.check()  # here, since closing a staged file that has too many would lose its bytes
-            return wanted
-
         with self._call():
             self._paths.refuse_generation(path)
             with self._lock:
                 node = self._nodes.get(path)
                 if node is None and self._paths.is_folder(path):
-                    self._folders.describe(path, changed(self._folders.attributes(path)))
+                    self._folders.describe(path, changed(self._folders.attributes(path), change))
                     return
-            with self._describing, nullcontext() if node is None else node.lock:
-                if node is not None and (node.changed or node.removed):
-                    node.describe(changed(node.attributes))
-                    return
-                found = self._found(path)
-                if found.shown.version is not None:
-                    raise refuse(errno.EACCES, f"{path!r} is one version of a buffer: set the attributes of the buffer")
-                listed = True  # as the listing has it; the coordinator refuses a change of what is not there any more
-                while True:
-                    kept = decode(found.info.file_attributes)
-                    if node is not None and node.stale:
-                        kept = replace(kept, modified=node.modified)
-                    try:
-                        attributes = changed(kept)
-                    except OSError:  # it refuses what is there, e.g. a name that exists; others may have removed that
-                        if not listed:
-                            raise
-                    else:
-                        try:
-                            if not self._maker.describe(found, attributes.encode(), unchanged=True):
-                                raise older()
-                            break
-                        except AlreadyExistsError:  # others set some meanwhile: these stay, too
-                            pass
-                        except NotFoundError:  # others replaced it since the listing
-                            if not listed:
-                                raise
-                    listed = False
-                    self._catalogue.open(found.shown.name)  # from here on the listing has what others set until now
-                    found = self._found(path)
-                if attributes.modified != kept.modified:
-                    self._modified.pop(found.info.id, None)
-                if node is not None:
-                    node.describe(attributes, stored=True)
+            self._describer.describe(path, node, change)
 
     def truncate(self, path: str, nbytes: int) -> None:
         """Set a file's size. A file of a different size than before becomes a buffer of bytes."""
@@ -758,7 +709,3 @@ class NameTree:
 
     def _keep_folder(self, path: str) -> None:
         self._folders.keep_above(path, self._catalogue.listing().folders)
-
-
-def _or(value: int | None, usual: int) -> int:
-    return usual if value is None else value
