@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
-from collections.abc import Collection, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Collection
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -20,7 +19,6 @@ from smb.config.request_ids import audited
 from smb.coordinator import relay_access
 from smb.coordinator.beside_loop import BesideLoop
 from smb.coordinator.buffer_pages import BufferPages
-from smb.coordinator.call_places import without_place
 from smb.coordinator.commit_log import CommitLog
 from smb.coordinator.dashboard_interface import Overview, Watch
 from smb.coordinator.events import (
@@ -56,17 +54,17 @@ from smb.coordinator.moves.requests import drain_reply, rebalance
 from smb.coordinator.options import OwnPorts
 from smb.coordinator.outside import Outside
 from smb.coordinator.placement import SERVERS_SHOWN_MAX
-from smb.coordinator.records import BufferRecord, Kind, ShownCertificate, key_of
+from smb.coordinator.records import BufferRecord, Kind, ShownCertificate
 from smb.coordinator.registrations import Registrations
 from smb.coordinator.role_changes import RoleChanges
 from smb.coordinator.segment_maker import OTHERS_CREATION_S, SegmentMaker
 from smb.coordinator.session_end_notifier import SessionEndNotifier
 from smb.coordinator.steps.creation import made_before
-from smb.coordinator.steps.sessions import check_not_ended
 from smb.coordinator.store import StoreError
 from smb.coordinator.token_issuer import TokenIssuer
 from smb.coordinator.traffic import Traffic
 from smb.coordinator.validate import Creation
+from smb.coordinator.waiting_opens import WaitingOpens
 from smb.daemon.failpoint import failpoint
 from smb.errors import (
     APPLIED,
@@ -74,7 +72,6 @@ from smb.errors import (
     CallOutcome,
     InvalidArgumentError,
     NotFoundError,
-    OutOfMemoryError,
     PermissionDeniedError,
 )
 from smb.rpc import control_pb2 as pb
@@ -87,8 +84,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("coordinator")
 _LAST_WORD_S = 0.5  # the time before a call's deadline that is left for an answer with a reason
-# Opens that may wait at once under one certificate: as many as it may have sessions. Each takes 10 KiB.
-OPENS_WAITING_MAX = 32_768
 KICKED_SHOWN_MAX = 256  # names in one answer
 FORGOTTEN_SHOWN_MAX = 16  # segments in one audit line
 
@@ -181,7 +176,7 @@ class CoordinatorService(CoordinatorServicer):
         self._watch = watch
         self._overview = overview
         self._shared = shared or pb.SharedSettings()
-        self._opens_waiting: Counter[str] = Counter()  # by the certificate's key
+        self._opens = WaitingOpens(commit_log)
         self._registrations = Registrations(
             commit_log, servers, roles, lambda name: copy_maker.making(name), tokens, self._ports
         )
@@ -394,14 +389,15 @@ class CoordinatorService(CoordinatorServicer):
         failpoint("coordinator.create.asked")
         # No local variable names the task: its error's traceback has this frame, and the cycle would keep the request.
         creation = await self._checked(request)
-        await self._until_known(creation.kind, creation.name, 0, context, creation.attempt_id)
+        left_s = partial(_left_s, context)
+        await self._opens.until_known(creation.kind, creation.name, 0, left_s, creation.attempt_id)
         if creation.like:
-            await self._until_known(Kind.BUFFER, creation.like, creation.model_id, context)
+            await self._opens.until_known(Kind.BUFFER, creation.like, creation.model_id, left_s)
         self._check_two_copies(creation)
         if creation.kind is Kind.BARRIER:
             await self._free_if_lost(creation.name)
-        patience_s = min(OTHERS_CREATION_S, _left_s(context))
-        waiting = partial(self._waiting_if_room, creation.kind, creation.name)
+        patience_s = min(OTHERS_CREATION_S, left_s())
+        waiting = partial(self._opens.counted_if_room, creation.kind, creation.name)
         record = await asyncio.shield(self._segments.create(creation, patience_s, waiting))
         if record.name != request.name and not caller().may_see(record.name):  # a repeated request: made, then renamed
             raise _renamed_away(request.name, APPLIED)
@@ -446,7 +442,7 @@ class CoordinatorService(CoordinatorServicer):
         timeout_s = request.timeout_ms / 1000
         kind = kind_of(request.kind)
         self._may_write(kind, request.name)
-        await self._until_known(kind, request.name, request.id, context)
+        await self._opens.until_known(kind, request.name, request.id, partial(_left_s, context))
         if request.id and kind is Kind.BUFFER:
             known = self._commit_log.state.find(kind, request.name)
             if known is None or known.id != request.id:
@@ -455,8 +451,7 @@ class CoordinatorService(CoordinatorServicer):
                     if not caller().may_see(renamed.name):
                         raise _renamed_away(request.name)
                     return self._opened(request, renamed)
-        with self._waiting(kind, request.name) if timeout_s else nullcontext():
-            record = await self._await_ready(kind, request.name, timeout_s, request.session_id)
+        record = await self._opens.until_there(kind, request.name, timeout_s, request.session_id)
         if record is None:
             lacks = f"appeared within {timeout_s:g} s" if timeout_s else "exists"
             advice = (
@@ -490,7 +485,7 @@ class CoordinatorService(CoordinatorServicer):
     async def RenameBuffer(self, request: pb.RenameBufferRequest, context: Context) -> pb.RenameBufferReply:
         audited("rename", f"{request.name} -> {request.new_name}")
         failpoint("coordinator.rename.asked")
-        await self._until_known(Kind.BUFFER, request.name, request.id, context)
+        await self._opens.until_known(Kind.BUFFER, request.name, request.id, partial(_left_s, context))
         event = BufferRenamed(
             request.name, request.new_name, request.replace, request.displaced_name, request.folder, request.id,
             request.file_attributes if request.HasField("file_attributes") else None,
@@ -530,50 +525,3 @@ class CoordinatorService(CoordinatorServicer):
                 f'memory server "{caller().name}" may not open {kind.value} "{name}": a relay opens only buffers'
             )
         return relay_access.check_open(self._commit_log.state, caller().name, name)
-
-    async def _until_known(self, kind: Kind, name: str, known_id: int, context: Context, attempt_id: int = 0) -> None:
-        """Wait for as long as the caller does, while only servers that were not heard yet can say whether that buffer
-        was made. Raises UnavailableError.
-        """
-        if self._commit_log.state.in_question(kind, name, known_id) is None:
-            return
-        end = self._commit_log.now().monotonic + _left_s(context)
-        while (record := self._commit_log.state.in_question(kind, name, known_id)) is not None:
-            with self._waiting(kind, name):
-                if not await self._commit_log.wait(record.key, end - self._commit_log.now().monotonic):
-                    self._commit_log.state.check_known(kind, name, known_id, attempt_id)
-
-    @contextmanager
-    def _waiting(self, kind: Kind, name: str) -> Iterator[None]:
-        """Count a call that waits in the block. Raises OutOfMemoryError if the caller's certificate has too many."""
-        key = caller().key
-        if self._opens_waiting[key] >= OPENS_WAITING_MAX:
-            raise OutOfMemoryError(
-                f'open of {kind.value} "{name}": {OPENS_WAITING_MAX} opens with this certificate are waiting already; '
-                f"use timeout=0, or try again later"
-            )
-        self._opens_waiting[key] += 1
-        try:
-            with without_place():
-                yield
-        finally:
-            self._opens_waiting[key] -= 1
-            if not self._opens_waiting[key]:
-                del self._opens_waiting[key]
-
-    def _waiting_if_room(self, kind: Kind, name: str) -> AbstractContextManager[None]:
-        """Like `_waiting`, but a call beyond that number keeps its place and is not refused."""
-        has_room = self._opens_waiting[caller().key] < OPENS_WAITING_MAX
-        return self._waiting(kind, name) if has_room else nullcontext()
-
-    async def _await_ready(self, kind: Kind, name: str, timeout_s: float, session_id: int) -> BufferRecord | None:
-        deadline = self._commit_log.now().monotonic + timeout_s
-        while True:
-            if session_id:
-                check_not_ended(self._commit_log.state, session_id, "this client")
-            record = self._commit_log.state.find(kind, name)
-            if record is not None:
-                return record
-            remaining_s = deadline - self._commit_log.now().monotonic
-            if remaining_s <= 0 or not await self._commit_log.wait(key_of(kind, name), remaining_s):
-                return None

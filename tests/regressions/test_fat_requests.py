@@ -25,7 +25,7 @@ from google.protobuf.descriptor_pool import DescriptorPool
 from google.protobuf.message_factory import GetMessageClass
 
 from smb import errors
-from smb.coordinator import limits, service
+from smb.coordinator import limits, service, waiting_opens
 from smb.coordinator.commit_log import CommitLog
 from smb.coordinator.events import Instant, SessionClosed, SessionRenewed
 from smb.coordinator.mirrors.filling import Mirrors
@@ -277,7 +277,7 @@ def test_the_fattest_requests_leave_the_coordinator_small(place: tuple[Daemons, 
 
 def test_opens_that_wait_have_a_bound(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """One that would wait beside too many of its certificate is refused; one that does not wait is answered."""
-    monkeypatch.setattr(service, "OPENS_WAITING_MAX", 2)
+    monkeypatch.setattr(waiting_opens, "OPENS_WAITING_MAX", 2)
     nothing, no_context = [*[cast(Any, None)] * 7, Mirrors()], cast(Any, None)
 
     async def work() -> None:
