@@ -11,7 +11,7 @@ from __future__ import annotations
 import ast
 import sys
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -78,8 +78,11 @@ def reach_ins(modules: dict[str, ast.Module]) -> list[Taken]:
     classes that share a file, know each other. It counts all the same where the object is a parameter whose annotation
     is a class of another module. Attributes that none of our classes has are another package's.
     """
-    private = {name for tree in modules.values() for name in _private_members(tree)} - {_OF_TORCH}
-    return [found for path, tree in modules.items() for found in _taken(path, tree, private)]
+    # Walking through a module takes longer than all that is asked of its nodes.
+    nodes = {path: [*ast.walk(tree)] for path, tree in modules.items()}
+    members = {path: _private_members(found) for path, found in nodes.items()}
+    private = {name for of_class in members.values() for names in of_class.values() for name in names} - {_OF_TORCH}
+    return [found for path in modules for found in _taken(path, nodes[path], members[path], private)]
 
 
 def _is_private(name: str) -> bool:
@@ -100,24 +103,25 @@ def _members(node: ast.AST) -> Iterator[str]:
             yield from (each.value for each in ast.walk(node.value) if isinstance(each, ast.Constant))
 
 
-def _private_members(tree: ast.Module, *, protocols: bool = True) -> set[str]:
-    """Return the private attributes of a module's classes. A protocol describes another module's class."""
-    classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
-    if not protocols:
-        classes = [one for one in classes if "Protocol" not in map(ast.unparse, one.bases)]
-    return {name for one in classes for node in ast.walk(one) for name in _members(node) if _is_private(name)}
+def _private_members(nodes: Sequence[ast.AST]) -> dict[ast.ClassDef, set[str]]:
+    """Return the private attributes of each of a module's classes."""
+    classes = [node for node in nodes if isinstance(node, ast.ClassDef)]
+    return {one: {name for node in ast.walk(one) for name in _members(node) if _is_private(name)} for one in classes}
 
 
-def _taken(path: str, tree: ast.Module, private: set[str]) -> Iterator[Taken]:
-    own = _private_members(tree, protocols=False)
-    classes = {node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+def _taken(
+    path: str, nodes: Sequence[ast.AST], members: Mapping[ast.ClassDef, set[str]], private: set[str]
+) -> Iterator[Taken]:
+    # A protocol describes another module's class.
+    own = {name for one, names in members.items() if "Protocol" not in map(ast.unparse, one.bases) for name in names}
+    classes = {one.name for one in members}
     strangers = {
         id(name)
-        for function in ast.walk(tree)
+        for function in nodes
         if isinstance(function, ast.FunctionDef)
         for name in _of_other_classes(function, classes)
     }
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Attribute):
             value, name = node.value, node.attr
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("getattr", "setattr"):
@@ -142,7 +146,7 @@ def _of_other_classes(function: ast.FunctionDef, classes: set[str]) -> Iterator[
         for each in arguments
         if isinstance(each.annotation, ast.Name) and each.annotation.id not in {*classes, "object", "Any"}
     }
-    for node in ast.walk(function):
+    for node in ast.walk(function) if others else ():
         if isinstance(node, ast.Name) and node.id in others:
             yield node
 
