@@ -6,11 +6,10 @@ import math
 import random
 from collections.abc import Sequence
 from statistics import median
+from typing import Any
 
 import numpy as np
 import pytest
-from scipy.optimize import linprog  # type: ignore[import-untyped]
-from scipy.sparse import csr_array  # type: ignore[import-untyped]
 
 from smb.coordinator.mirrors.tree_packing import KEPT, Mix, arborescence, pack
 from smb.coordinator.mirrors.trees import RelayTree, TreeNode, plan, rate_of
@@ -18,6 +17,13 @@ from tests.unit.coordinator.mirrors.test_mirror_trees import is_fed, spanning
 
 SOURCE = "source"
 Pairs = dict[tuple[str, str], float]
+
+
+def linprog(goal: Any, **limits: Any) -> Any:
+    """Solve a linear program. Every process of pytest reads this file, and one runs it: only that one imports scipy."""
+    from scipy import optimize  # type: ignore[import-untyped]
+
+    return optimize.linprog(goal, **limits)
 
 
 def optimum(nodes: Sequence[TreeNode], pairs: Pairs) -> float:
@@ -56,7 +62,9 @@ def optimum(nodes: Sequence[TreeNode], pairs: Pairs) -> float:
     return float(-found.fun)
 
 
-def sparse(entries: Sequence[tuple[int, int, float]], width: int) -> csr_array:
+def sparse(entries: Sequence[tuple[int, int, float]], width: int) -> Any:
+    from scipy.sparse import csr_array  # type: ignore[import-untyped]
+
     row, column, value = zip(*entries, strict=True)
     return csr_array((value, (row, column)), shape=(max(row) + 1, width))
 
