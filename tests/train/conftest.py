@@ -29,6 +29,12 @@ def context() -> Any:
 
 
 @pytest.fixture(params=EACH_WAY if LONG else None)
-def client(request: pytest.FixtureRequest, connect: Connect) -> smb.Client:
-    """A client over one way, since trainings know no transports; tests for which there is a difference name theirs."""
-    return connect(getattr(request, "param", way_of(request.node.nodeid)))
+def way(request: pytest.FixtureRequest) -> str:
+    """One transport, since trainings know none; tests for which there is a difference name theirs."""
+    return getattr(request, "param", None) or way_of(request.node.nodeid)
+
+
+@pytest.fixture
+def client(way: str, connect: Connect) -> smb.Client:
+    """A client over that transport."""
+    return connect(way)

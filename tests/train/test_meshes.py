@@ -91,19 +91,22 @@ def test_members_with_different_meshes_train_one_model(meshes: list[Mesh], conne
     assert all(_near(end, expected) for end in columns.ask("close"))
 
 
-@pytest.mark.parametrize(
-    ("settings", "reference"),
-    [
+# Of additions, of averages and of rounds one each; test_bits_of_schemes.py has a mesh beside a plain member for all.
+SCHEMES = [
+    ({"scheme": "hsgd", "alpha": 0.25, "every": 2}, {"scheme": "seasgd"}),  # its host is the mesh
+    ({"scheme": "asp"}, {}),
+    ({"scheme": "asyncdiloco", "every": 2, "quorum": 1}, {}),
+]
+if LONG:
+    SCHEMES += [
         ({"scheme": "easgd", "alpha": 0.25, "every": 2}, {}),
         ({"scheme": "seasgd", "alpha": 0.25, "every": 2}, {}),
-        ({"scheme": "hsgd", "alpha": 0.25, "every": 2}, {"scheme": "seasgd"}),  # its host is the mesh
-        ({"scheme": "asp"}, {}),
         ({"scheme": "ssp", "staleness": 9}, {}),
         ({"scheme": "r2sp"}, {}),
-        ({"scheme": "asyncdiloco", "every": 2, "quorum": 1}, {}),
-    ],
-    ids=lambda settings: settings.get("scheme", ""),
-)
+    ]
+
+
+@pytest.mark.parametrize(("settings", "reference"), SCHEMES, ids=lambda settings: settings.get("scheme", ""))
 def test_every_scheme(meshes: list[Mesh], connect: Any, settings: dict[str, Any], reference: dict[str, Any]) -> None:
     """Two members in turn, an FSDP2 mesh and a DDP one, whose ranks have the same: as two plain members."""
     client = connect()

@@ -91,7 +91,6 @@ class Reference:
         self.sent = None
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
 @pytest.mark.parametrize(
     "scheme",
     [
@@ -105,9 +104,9 @@ class Reference:
     ],
     ids=["4 late", "3 of 7", "3 at once", "1 late", "1 mixed", "4 late int8", "1 int4"],
 )
-def test_as_the_reference(connect: Connect, transport: str, scheme: DiLoCo) -> None:
+def test_as_the_reference(connect: Connect, way: str, scheme: DiLoCo) -> None:
     """Three workers in step: after each step all have the values of the reference, and so has the group, to the bit."""
-    crew = Crew(lambda: connect(transport), 3, scheme)
+    crew = Crew(lambda: connect(way), 3, scheme)
     reference = Reference(scheme, 3, crew.clients[0].open("run"))
     for _ in range(4 * scheme.every + 2):
         crew.step_all()
