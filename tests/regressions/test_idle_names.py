@@ -26,6 +26,7 @@ from smb.rpc.control_pb2_grpc import MemoryServerStub
 from smb.security.lab_ca import Holder, make_set
 from smb.security.roles import Role
 from tests.fault.long import times
+from tests.support.daemons import wait_for
 from tests.support.transports import SLOWNESS
 
 NAMES = 2000
@@ -45,10 +46,7 @@ def cluster() -> Iterator[smb.LocalCluster]:
 
 
 def until(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + FREED_S
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.02)
+    wait_for(condition, f"end of this: {what}", FREED_S)
 
 
 def used_bytes(client: smb.Client) -> int:
@@ -65,7 +63,7 @@ def test_names_that_were_used_once_are_freed(cluster: smb.LocalCluster) -> None:
     with smb.connect(cluster.address) as client:
         kept = client.create("kept", 8)
         before = used_bytes(client)
-        for index in range(times(NAMES // 5, NAMES // 2)):
+        for index in range(times(NAMES // 10, NAMES // 2)):
             with client.lock(f"once/{index}"):
                 pass
             assert client.barrier(f"once/{index}", 1) == 0
