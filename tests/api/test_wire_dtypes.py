@@ -203,7 +203,7 @@ def test_feedback_of_arrays_that_must_be_copied_first(client: smb.Client) -> Non
     for name, array in (("strided", whole[::2]), ("tensor", tensor), ("list", whole[:100].tolist())):
         buffer = client.create(name, np.asarray(array).shape)
         for _ in range(5):
-            gc.collect()
+            gc.collect(1)  # what is young: a copy that nobody holds
             buffer.accumulate(array, wire="exact", feedback=smb.ErrorFeedback(buffer))
         np.testing.assert_allclose(buffer.read(), 5 * np.asarray(array), rtol=1e-6)
 
