@@ -21,6 +21,7 @@ from torch.nn import functional
 import smb
 import smb.torch
 import smb.train
+from tests.fault.long import LONG
 from tests.support.devices import DEVICE, ON_HOST
 
 Connect = Callable[..., smb.Client]
@@ -61,16 +62,18 @@ def arguments(transformers: Any, path: Path, **options: Any) -> Any:
     return transformers.TrainingArguments(**(defaults | options))
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"gradient_accumulation_steps": 2, "max_grad_norm": 0.5},
-        {"bf16": True, "gradient_checkpointing": True},
-        {"optim": "adafactor"},
-    ],
-    ids=["plain", "accumulation-and-clipping", "bf16-and-checkpointing", "adafactor"],
-)
+# Together in the short form, and each alone in the long one, too.
+ACCUMULATING = {"gradient_accumulation_steps": 2, "max_grad_norm": 0.5}
+IN_BF16 = {"bf16": True, "gradient_checkpointing": True}
+TRAINERS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    **({"accumulation-and-clipping": ACCUMULATING, "bf16-and-checkpointing": IN_BF16} if LONG else {}),
+    "all-of-these": {**ACCUMULATING, **IN_BF16},
+    "adafactor": {"optim": "adafactor"},
+}
+
+
+@pytest.mark.parametrize("options", TRAINERS.values(), ids=TRAINERS)
 # More than 5 s: transformers is imported, and its Trainer trains a model several times to be compared.
 def test_trainer(
     transformers: Any, connect: Connect, tmp_path: Path, caplog: pytest.LogCaptureFixture, options: dict[str, Any]
