@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -50,7 +50,27 @@ def drawn(seed: int, count: int, zones: int = 1) -> tuple[TreeNode, list[TreeNod
     return source, relays
 
 
-@pytest.mark.parametrize("seed", range(200))
+def for_seeds(count: int) -> Callable[[Callable[[int], None]], Callable[[], None]]:
+    """Run a test with so many seeds, and print the one that fails. A test for each would be read, sent to a process and
+    reported for longer than it runs.
+    """
+
+    def with_seeds(check: Callable[[int], None]) -> Callable[[], None]:
+        def run() -> None:
+            for seed in range(count):
+                try:
+                    check(seed)
+                except BaseException:
+                    print(f"seed {seed}")
+                    raise
+
+        run.__doc__ = check.__doc__
+        return run
+
+    return with_seeds
+
+
+@for_seeds(200)
 def test_a_plan_in_one_zone_reaches_the_bound_that_no_trees_exceed(seed: int) -> None:
     source, relays = drawn(seed, 1 + seed % 12)
     trees = plan(source, relays)
@@ -72,7 +92,7 @@ def test_the_bound_holds_for_every_tree_there_is(count: int) -> None:
         assert len(sent) / count == 1  # weight 1/N on all links: no more than (B0 + sum Bi) / N
 
 
-@pytest.mark.parametrize("seed", range(20))
+@for_seeds(20)
 def test_no_mix_of_few_trees_is_faster(seed: int) -> None:
     """Brute force: every mix of trees with shares in eighths."""
     source, relays = drawn(seed, 2 if seed % 2 else 3)
@@ -85,7 +105,7 @@ def test_no_mix_of_few_trees_is_faster(seed: int) -> None:
     assert rate_of(plan(source, relays), [source, *relays]) >= best - 1e-9
 
 
-@pytest.mark.parametrize("seed", range(200))
+@for_seeds(200)
 def test_every_byte_comes_into_a_zone_once(seed: int) -> None:
     source, relays = drawn(seed, 2 + seed % 14, zones=1 + seed % 5)
     zones = {relay.name: relay.zone for relay in relays} | {SOURCE: source.zone}
@@ -105,7 +125,7 @@ def test_equal_zones_leave_the_sources_zone_once() -> None:
     assert all(list(tree.parents.values()).count(SOURCE) == 1 for tree in trees)
 
 
-@pytest.mark.parametrize("seed", range(100))
+@for_seeds(100)
 def test_each_byte_leaves_the_source_once_if_relays_are_fast(seed: int) -> None:
     """Also if some relays are in the source's zone: they do not read it once more."""
     source, relays = drawn(seed, 2 + seed % 14, zones=1 + seed % 5)
