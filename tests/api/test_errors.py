@@ -106,14 +106,16 @@ BAD_CREATIONS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("wish", "told"), BAD_CREATIONS)
-def test_creations_that_cannot_be(connect: Connect, wish: dict[str, Any], told: str) -> None:
+def test_creations_that_cannot_be(connect: Connect) -> None:
     """Every wish that cannot be meant, or is not there yet, is refused with its reason, and leaves no buffer."""
     client = connect()
-    with pytest.raises(smb.InvalidArgumentError, match=told):
-        client.create(**{"name": "w", "shape": (4,), **wish})
-    assert client.list() == []
-    assert client.create("w", (4,)).size == 4
+    for wish, told in BAD_CREATIONS:
+        print(wish)  # the one that fails is the last
+        with pytest.raises(smb.InvalidArgumentError, match=told):
+            client.create(**{"name": "w", "shape": (4,), **wish})
+        assert client.list() == []
+        assert client.create("w", (4,)).size == 4
+        client.delete("w")
 
 
 def test_servers_that_are_not_there(connect: Connect) -> None:
@@ -211,14 +213,15 @@ BAD_CALLS: list[tuple[Callable[[smb.Buffer], Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("call", "told"), BAD_CALLS)
-def test_calls_that_cannot_be(client: smb.Client, call: Callable[[smb.Buffer], Any], told: str) -> None:
+def test_calls_that_cannot_be(client: smb.Client) -> None:
     """A range, array, op or number that cannot be meant is refused before anything is done."""
     buffer = client.create("w", 10)
     buffer.fill(7)
-    with pytest.raises(smb.InvalidArgumentError, match=told):
-        call(buffer)
-    assert (buffer.read() == 7).all()
+    for call, told in BAD_CALLS:
+        print(told)
+        with pytest.raises(smb.InvalidArgumentError, match=told):
+            call(buffer)
+        assert (buffer.read() == 7).all()
 
 
 BAD_INTEGER_CALLS: list[tuple[Callable[[smb.Buffer], Any], str]] = [
@@ -242,13 +245,14 @@ BAD_INTEGER_CALLS: list[tuple[Callable[[smb.Buffer], Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("call", "told"), BAD_INTEGER_CALLS)
-def test_integer_calls_that_cannot_be(client: smb.Client, call: Callable[[smb.Buffer], Any], told: str) -> None:
+def test_integer_calls_that_cannot_be(client: smb.Client) -> None:
     """What 64-bit integers cannot hold exactly is refused, not rounded."""
     buffer = client.create("c", 10, "int64")
-    with pytest.raises(smb.InvalidArgumentError, match=told):
-        call(buffer)
-    assert not buffer.read().any()
+    for call, told in BAD_INTEGER_CALLS:
+        print(told)
+        with pytest.raises(smb.InvalidArgumentError, match=told):
+            call(buffer)
+        assert not buffer.read().any()
 
 
 def test_buffers_that_lie_apart_are_not_combined(client: smb.Client, connect: Connect) -> None:
