@@ -60,27 +60,29 @@ def counting(size: int, dtype: Any) -> np.ndarray[Any, Any]:
 # ---- reading and writing
 
 
-@pytest.mark.parametrize("dtype", DTYPES | STORAGE)
-def test_every_dtype_and_any_range(client: smb.Client, dtype: str) -> None:
+def test_every_dtype_and_any_range(client: smb.Client) -> None:
     """What is written at an offset is read there, around it stays what was; an odd size over three servers."""
-    size = 7 * PAGE + 13
-    buffer = client.create("w", size, dtype, stripe=PAGE)
-    assert not buffer.read().any()
-    values = counting(size, (DTYPES | STORAGE)[dtype]) if dtype != "bool" else counting(size, int) % 3 == 1
-    buffer.write(values)
-    assert buffer.read().dtype == values.dtype
-    np.testing.assert_array_equal(buffer.read(), values)
-    rng = np.random.default_rng(7)
-    for _ in range(20):
-        offset = int(rng.integers(size))
-        count = int(rng.integers(1, size - offset + 1))
-        part = values[:count][::-1].copy()
-        values[offset : offset + count] = part
-        buffer.write(part, offset)
-        np.testing.assert_array_equal(buffer.read(offset, count), part)
-    np.testing.assert_array_equal(buffer.read(), values)
-    buffer.fill(1)
-    np.testing.assert_array_equal(buffer.read(), np.ones(size, buffer.dtype))
+    for dtype in DTYPES | STORAGE:
+        print(dtype)  # the one that fails is the last
+        size = 7 * PAGE + 13
+        buffer = client.create("w", size, dtype, stripe=PAGE)
+        assert not buffer.read().any()
+        values = counting(size, (DTYPES | STORAGE)[dtype]) if dtype != "bool" else counting(size, int) % 3 == 1
+        buffer.write(values)
+        assert buffer.read().dtype == values.dtype
+        np.testing.assert_array_equal(buffer.read(), values)
+        rng = np.random.default_rng(7)
+        for _ in range(20):
+            offset = int(rng.integers(size))
+            count = int(rng.integers(1, size - offset + 1))
+            part = values[:count][::-1].copy()
+            values[offset : offset + count] = part
+            buffer.write(part, offset)
+            np.testing.assert_array_equal(buffer.read(offset, count), part)
+        np.testing.assert_array_equal(buffer.read(), values)
+        buffer.fill(1)
+        np.testing.assert_array_equal(buffer.read(), np.ones(size, buffer.dtype))
+        client.delete("w")
 
 
 def test_shapes(client: smb.Client) -> None:
@@ -189,27 +191,29 @@ def test_nothing_is_copied_on_the_way(client: smb.Client) -> None:
 # ---- combining
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_accumulate_is_numpys_arithmetic(client: smb.Client, dtype: str) -> None:
+def test_accumulate_is_numpys_arithmetic(client: smb.Client) -> None:
     """Every op on every dtype with a scale gives what numpy gives, each step rounded to the dtype; fetch returns it."""
-    rng = np.random.default_rng(3)
-    size, offset = 3 * PAGE + 5, 11
-    numpy_dtype = DTYPES[dtype]
-    before, array = (rng.integers(0, 9, size).astype(numpy_dtype) for _ in range(2))
-    scale = 3 if np.dtype(numpy_dtype).kind in "iu" else 0.5
-    buffer = client.create("w", size, dtype, stripe=PAGE)
-    for op, combined in OPS.items():
-        buffer.write(before)
-        expected = before.copy()
-        with np.errstate(over="ignore"):
-            expected[offset:] = combined(before[offset:], array[offset:], numpy_dtype(scale))
-        assert buffer.accumulate(array[offset:], offset, op=op, scale=scale) is None
-        np.testing.assert_array_equal(buffer.read(), expected, op)
-        with np.errstate(over="ignore"):
-            expected = combined(expected, array, numpy_dtype(1))
-        fetched = buffer.accumulate(array, op=op, fetch=True)
-        np.testing.assert_array_equal(fetched, expected, op)
-        np.testing.assert_array_equal(buffer.read(), expected, op)
+    for dtype in DTYPES:
+        print(dtype)  # the one that fails is the last
+        rng = np.random.default_rng(3)
+        size, offset = 3 * PAGE + 5, 11
+        numpy_dtype = DTYPES[dtype]
+        before, array = (rng.integers(0, 9, size).astype(numpy_dtype) for _ in range(2))
+        scale = 3 if np.dtype(numpy_dtype).kind in "iu" else 0.5
+        buffer = client.create("w", size, dtype, stripe=PAGE)
+        for op, combined in OPS.items():
+            buffer.write(before)
+            expected = before.copy()
+            with np.errstate(over="ignore"):
+                expected[offset:] = combined(before[offset:], array[offset:], numpy_dtype(scale))
+            assert buffer.accumulate(array[offset:], offset, op=op, scale=scale) is None
+            np.testing.assert_array_equal(buffer.read(), expected, op)
+            with np.errstate(over="ignore"):
+                expected = combined(expected, array, numpy_dtype(1))
+            fetched = buffer.accumulate(array, op=op, fetch=True)
+            np.testing.assert_array_equal(fetched, expected, op)
+            np.testing.assert_array_equal(buffer.read(), expected, op)
+        client.delete("w")
 
 
 @pytest.mark.parametrize("dtype", STORAGE)
@@ -246,26 +250,29 @@ def test_dtypes_for_storage_have_no_arithmetic(client: smb.Client, dtype: str) -
     np.testing.assert_array_equal(buffer.read()[[1, 5]], values[:2])
 
 
-@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64", "bool"])
-def test_bits_are_combined(client: smb.Client, dtype: str) -> None:
+def test_bits_are_combined(client: smb.Client) -> None:
     """As numpy does it: whole, in part, with fetch, of some elements, and between buffers."""
-    random = np.random.default_rng(9)
-    size = 3 * PAGE + 5
-    start, array = (random.integers(0, 2 if dtype == "bool" else 256, size).astype(dtype) for _ in range(2))
-    buffer = client.create("b", size, dtype, stripe=PAGE)
-    other = client.create("o", like=buffer)
-    for op, combined in BITS.items():
-        before = start.copy()
-        buffer.write(before)
-        before[11:] = combined(before[11:], array[11:])
-        np.testing.assert_array_equal(buffer.accumulate(array[11:], 11, op=op, fetch=True), before[11:], op)
-        indices = np.sort(random.choice(size, 500, replace=False))
-        before[indices] = combined(before[indices], array[:500])
-        buffer.accumulate_sparse(indices, array[:500], op=op)
-        np.testing.assert_array_equal(buffer.read(), before, op)
-        other.write(array)
-        other.accumulate_from(buffer, op=op)
-        np.testing.assert_array_equal(other.read(), combined(array, before), op)
+    for dtype in ("int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64", "bool"):
+        print(dtype)  # the one that fails is the last
+        random = np.random.default_rng(9)
+        size = 3 * PAGE + 5
+        start, array = (random.integers(0, 2 if dtype == "bool" else 256, size).astype(dtype) for _ in range(2))
+        buffer = client.create("b", size, dtype, stripe=PAGE)
+        other = client.create("o", like=buffer)
+        for op, combined in BITS.items():
+            before = start.copy()
+            buffer.write(before)
+            before[11:] = combined(before[11:], array[11:])
+            np.testing.assert_array_equal(buffer.accumulate(array[11:], 11, op=op, fetch=True), before[11:], op)
+            indices = np.sort(random.choice(size, 500, replace=False))
+            before[indices] = combined(before[indices], array[:500])
+            buffer.accumulate_sparse(indices, array[:500], op=op)
+            np.testing.assert_array_equal(buffer.read(), before, op)
+            other.write(array)
+            other.accumulate_from(buffer, op=op)
+            np.testing.assert_array_equal(other.read(), combined(array, before), op)
+        client.delete("b")
+        client.delete("o")
 
 
 def test_integers_wrap_around(client: smb.Client) -> None:
@@ -429,14 +436,16 @@ def test_counters_of_floats(client: smb.Client, dtype: str) -> None:
     assert buffer.read()[[0, 1, 1500]].tolist() == [2.0, 0.0, float("inf")]
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "uint8", "int8", "bool", "complex64", "float8_e5m2"])
-def test_dtypes_without_counters(client: smb.Client, dtype: str) -> None:
+def test_dtypes_without_counters(client: smb.Client) -> None:
     """fetch_add and compare_swap name the dtypes that they take, and this one."""
-    buffer = client.create("w", 10, dtype)
-    for call in (lambda: buffer.fetch_add(0, 1), lambda: buffer.compare_swap(0, 0, 1)):
-        with pytest.raises(smb.InvalidArgumentError, match=f"of int32, .* or float64, and this one is {dtype}"):
-            call()
-    assert not buffer.read().any()
+    for dtype in ("float16", "bfloat16", "uint8", "int8", "bool", "complex64", "float8_e5m2"):
+        print(dtype)  # the one that fails is the last
+        buffer = client.create("w", 10, dtype)
+        for call, numbers in ((buffer.fetch_add, (0, 1)), (buffer.compare_swap, (0, 0, 1))):
+            with pytest.raises(smb.InvalidArgumentError, match=f"of int32, .* or float64, and this one is {dtype}"):
+                call(*numbers)
+        assert not buffer.read().any()
+        client.delete("w")
 
 
 # ---- the same memory, seen in several ways
