@@ -131,6 +131,7 @@ def test_what_a_handler_raises_is_raised_wherever_it_comes(connect: Connect) -> 
                     raise _StopError
 
         before = sys.getprofile()
+        gc.disable()  # what it frees may be of other calls, and comes anywhere
         sys.setprofile(look)
         try:
             buffer.accumulate(column)
@@ -138,6 +139,7 @@ def test_what_a_handler_raises_is_raised_wherever_it_comes(connect: Connect) -> 
             return True
         finally:
             sys.setprofile(before)
+            gc.enable()
         return False
 
     assert not raised_at(0)
