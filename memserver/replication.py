@@ -144,10 +144,11 @@ class Replication:
                     if before is not None and before.epoch < part.epoch:
                         _log.info("segment %016x: role %d at epoch %d", part.segment_id, part.role, part.epoch)
                     self._parts[part.segment_id] = part
-                    self._not_led.pop(part.segment_id, None)
-                    if part.role == PRIMARY:
+                    again = before is not None and (before.epoch, before.role) == (part.epoch, part.role)
+                    # A renewal tells all roles again: those that were taken are not looked at then.
+                    if self._not_led.pop(part.segment_id, 0) or (part.role == PRIMARY and not again):
                         led[part.segment_id] = part.epoch
-        if led:
+        if led := {number: epoch for number, epoch in led.items() if not self._leads(number, epoch)}:
             self._note_not_led(led)
         with self._lock:
             if self._parts:
@@ -155,6 +156,10 @@ class Replication:
             copying = [part for part in self._parts.values() if part.copying and part.role == PRIMARY]
             self.copier.want({part.segment_id: part.epoch for part in copying})
         return taken
+
+    def _leads(self, segment_id: int, epoch: int) -> bool:
+        held = self._engine.holds(segment_id)
+        return held is None or (held.epoch, held.role) == (epoch, PRIMARY)
 
     def _note_not_led(self, led: dict[int, int]) -> None:
         """Note of which of these segments, with the epochs of their roles, this server did not become the primary.

@@ -160,9 +160,12 @@ class BackupsLost:
 
 @dataclass(frozen=True, slots=True)
 class LeadsLater:
-    """A server can be the primary of these segments only after these epochs. Repeated like ServerReturned."""
+    """A server could not become the primary of these segments in the epochs of `told`. It can only after those of
+    `epochs`. Repeated like ServerReturned.
+    """
 
     name: str
+    told: Mapping[int, int]
     epochs: Mapping[int, int]
     changes_max: int | None = None
 

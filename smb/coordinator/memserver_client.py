@@ -40,6 +40,10 @@ class AnotherRunError(UnavailableError):
     """Another process of the memory server answered than the one that was meant. It did nothing."""
 
 
+class RegistersError(UnavailableError):
+    """A memory server is about to register with this coordinator, and did nothing. It may be asked in a moment."""
+
+
 class RunLiveness(Enum):
     """What a look at a memory server's address showed about one run of it."""
 
@@ -142,9 +146,14 @@ class MemoryServers:
         deadline_s = ANSWER_S + segment.file_bytes / CREATE_BYTES_PER_S_MIN
         try:
             peer = self._peer(server)
-            made = _once_registered(lambda: peer.stub.CreateSegment(request, timeout=deadline_s, metadata=passed_on()))
-            reply = await _while_alive(made, alive)
+            reply = await _while_alive(
+                peer.stub.CreateSegment(request, timeout=deadline_s, metadata=passed_on()), alive
+            )
         except grpc.aio.AioRpcError as error:
+            if error.code() == grpc.StatusCode.ABORTED:
+                raise RegistersError(
+                    f'memory server "{server.name}" at {server.control_address} is registering: {error.details()}'
+                ) from error
             if error.code() == grpc.StatusCode.NOT_FOUND:
                 raise AnotherRunError(f'memory server "{server.name}" was restarted meanwhile') from error
             raise self._failure(server, "make a segment", error) from error

@@ -124,7 +124,7 @@ def lead_later(record: BufferRecord, server: str, epochs: Mapping[int, int]) -> 
 
     def judge(segment: SegmentRecord) -> SegmentRecord:
         last = epochs.get(segment.id, 0)
-        early = segment.server == server and segment.epoch <= last
+        early = segment.server == server and 0 < segment.epoch <= last  # at epoch 0 it has no roles
         return replace(_without_backup(segment), epoch=last + 1) if early else segment
 
     return _each(record, judge)

@@ -53,14 +53,14 @@ class RoleChanges:
         """Check the servers that this one cannot reach. If such a server is dead, the survivors go on alone before this
         method returns."""
         pairs = {pair.segment_id: pair for pair in broken}
-        later = {
-            copy.segment_id: pairs[copy.segment_id].epoch
-            for copy in self._commit_log.state.copies(server)
-            if copy.segment_id in pairs and copy.role is CopyRole.PRIMARY and pairs[copy.segment_id].epoch > copy.epoch
-        }
-        if later:
-            await self.commit_all(LeadsLater(server, later, self._commit_log.changes_max))
-        copies = [copy for copy in self._commit_log.state.copies(server) if copy.segment_id in pairs and copy.peer]
+        copies = [copy for copy in self._commit_log.state.copies(server) if copy.segment_id in pairs]
+        led = [copy for copy in copies if copy.role is CopyRole.PRIMARY]
+        if later := [copy for copy in led if pairs[copy.segment_id].epoch > copy.epoch]:
+            told = {copy.segment_id: copy.epoch for copy in later}
+            epochs = {number: pairs[number].epoch for number in told}
+            await self.commit_all(LeadsLater(server, told, epochs, self._commit_log.changes_max))
+            copies = [copy for copy in self._commit_log.state.copies(server) if copy.segment_id in pairs]
+        copies = [copy for copy in copies if copy.peer]
         peers = sorted({copy.peer for copy in copies})
         servers = self._commit_log.state.servers
         runs = {peer: servers[peer].instance_id for peer in peers if peer in servers}

@@ -25,7 +25,7 @@ from smb.coordinator.bundles import Bundles, bundle_of
 from smb.coordinator.commit_log import CommitLog, Committed
 from smb.coordinator.draining import BOUND, without_room
 from smb.coordinator.events import CopyBegun, CopyDropped, MoveAllowed, RolesSwitched, ServerCounted, ServerSuspected
-from smb.coordinator.memserver_client import MemoryServers
+from smb.coordinator.memserver_client import MemoryServers, RegistersError
 from smb.coordinator.messages import replica_message, replica_messages
 from smb.coordinator.moves.audit import MoveAudit
 from smb.coordinator.moves.copy_pace import CopyPace
@@ -318,8 +318,8 @@ class CopyMaker:
 
     def _wait_for_role(self, wish: Wish, error: Error) -> None:
         """Leave a bundle for a moment: its server answered that it does not have this role, of which it may not have
-        heard yet. It can take copies of others meanwhile, which would otherwise go to a server that shares more with
-        their source.
+        heard yet, or the other one that it is registering. Both can take copies of others meanwhile, which would
+        otherwise go to a server that shares more with their source.
         """
         bundle = bundle_of(wish.segment)
         self._say_once(bundle, f"no copy on {wish.target} of a segment of {wish.record.title} for now: {error}")
@@ -371,7 +371,7 @@ class CopyMaker:
                 await self._give_room_back(wish, server, epoch)
                 return
         except Error as error:
-            if asked != wish.target and isinstance(error, NotFoundError):
+            if isinstance(error, RegistersError) or (asked != wish.target and isinstance(error, NotFoundError)):
                 self._wait_for_role(wish, error)
             else:
                 self._pause(wish, asked, PAUSE_S if asked == wish.target else CONFIRM_PAUSE_S, error)

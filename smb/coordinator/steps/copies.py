@@ -38,6 +38,7 @@ from smb.coordinator.state import State, Step, put, without
 from smb.drop_reasons import Ground
 from smb.errors import NotFoundError, UnavailableError
 
+EPOCH_BELIEVED_MAX = 1 << 31  # of a server's report: more role changes than there ever are, and a u32 has room for more
 CHANGED_BYTES_MAX = 1 << 20  # total size of changed records if the store bounds a change: etcd takes 1.5 MB
 
 
@@ -219,14 +220,24 @@ def leads_later(state: State, event: LeadsLater, now: Instant) -> Step:
     """
     if not state.knows_all_memory(now):
         return state, ()
-    epochs = Bundles(state.buffers.values()).with_epochs(event.epochs)
+    here = list(state.buffers.at(event.name))
+    present = {each.id: each.epoch for record in here for each in record.segments if each.id in event.told}
+    meant = {
+        number: last
+        for number, last in event.epochs.items()
+        if present.get(number) == event.told[number] and last <= EPOCH_BELIEVED_MAX
+    }
+    if not meant:
+        return state, ()
+    bundles = Bundles(state.buffers.values())
+    # It is judged first what becomes of a creation that was interrupted: the backup may have all of it.
+    open_ = {each.id for record in here if record.id in state.interrupted for each in record.segments}
+    epochs = without(bundles.with_epochs(meant), *bundles.named_by(open_))
 
     def judge(record: BufferRecord) -> BufferRecord:
         return lead_later(record, event.name, epochs)
 
-    return judge_copies(
-        state, judge, event.changes_max, "gets its roles in a later epoch", of=list(state.buffers.at(event.name))
-    )
+    return judge_copies(state, judge, event.changes_max, "gets its roles in a later epoch", of=here)
 
 
 def copy_begun(state: State, event: CopyBegun, now: Instant) -> Step:

@@ -78,7 +78,7 @@ def server_registered(state: State, event: ServerRegistered, now: Instant) -> St
             ),
         },
     )
-    answer, unexplained = _judged(state, event, here, where, now)
+    answer, unexplained = _judged(state, event, here, others, where, now)
     state = replace(state, unexplained={**state.unexplained, server.name: unexplained})
     lost = sorted({here[segment_id] for segment_id in missing & state.lost_segments(now)})
     state = heard_from(state, event)
@@ -114,7 +114,12 @@ def _check_cluster(state: State, event: ServerRegistered, where: Where) -> None:
 
 
 def _judged(
-    state: State, event: ServerRegistered, here: Mapping[int, str], where: Where, now: Instant
+    state: State,
+    event: ServerRegistered,
+    here: Mapping[int, str],
+    others: frozenset[int],
+    where: Where,
+    now: Instant,
 ) -> tuple[AnswerDrops, dict[int, Held]]:
     """Return the server's instructions about its segments, and the segments that it keeps beside the records."""
     name = event.server.name
@@ -152,7 +157,7 @@ def _judged(
             for each, held in sorted(event.held.items())
             if held.primary
             and each in where
-            and each not in here
+            and (each not in here or each in others)  # it has no role of another copy than the record's
             and each not in grounds
             and held.epoch <= epoch_of(*where[each])
         ),

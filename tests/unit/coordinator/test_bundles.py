@@ -28,17 +28,20 @@ from smb.coordinator.events import (
     DropSegments,
     LeadsLater,
     MakeSegments,
+    MoveAllowed,
     Restarted,
     SaveBuffer,
     ServerDied,
     ServerDrained,
     Ticked,
 )
+from smb.coordinator.memserver_client import RegistersError
 from smb.coordinator.messages import buffer_message, creation_of
 from smb.coordinator.moves.copy_maker import CopyMaker
 from smb.coordinator.moves.rebalance import plan
 from smb.coordinator.moves.wanted_copies import wishes
 from smb.coordinator.records import BufferRecord, Held, SegmentRecord
+from smb.coordinator.state import put
 from smb.coordinator.steps.creation import NotNowError
 from smb.coordinator.validate import Creation
 from smb.rpc import control_pb2 as pb
@@ -305,7 +308,8 @@ def test_a_primary_that_can_lead_later_does(cluster: Cluster) -> None:
     """
     made(cluster)
     cluster.do(Restarted(2))
-    event = LeadsLater("a", {segment(cluster, "m").id: 6}, 1)
+    member = segment(cluster, "m").id
+    event = LeadsLater("a", {member: 1}, {member: 6}, 1)
     for name in "abcd":
         register(cluster, name, ids(cluster) if name in "ab" else frozenset())
     contested = {"c": {segment(cluster).id: Held(7)}}
@@ -313,7 +317,9 @@ def test_a_primary_that_can_lead_later_does(cluster: Cluster) -> None:
         (cluster.state.began, {}, event),
         (-math.inf, contested, event),
         (-math.inf, {}, replace(event, name="b")),
-        (-math.inf, {}, replace(event, epochs={segment(cluster).id: 0})),
+        (-math.inf, {}, replace(event, epochs={member: 0})),
+        (-math.inf, {}, replace(event, told={member: 0})),  # it has got another role since it was told that one
+        (-math.inf, {}, replace(event, epochs={member: 2**32 - 1})),  # after which there is none
     ):
         cluster.state = replace(cluster.state, began=begun, unexplained=unexplained)
         cluster.do(asked)
@@ -323,6 +329,25 @@ def test_a_primary_that_can_lead_later_does(cluster: Cluster) -> None:
     assert saved(cluster) == set(NAMES)
     cluster.do(event)
     assert saved(cluster) == set()
+
+
+def test_what_a_primary_cannot_lead_changes_nothing_else(cluster: Cluster) -> None:
+    """Not a buffer that has no roles on that server, nor what moves with a creation that was interrupted."""
+    cluster.create("one", replicas=1, server_names=("a",))
+    number, member = segment(cluster, "one").id, segment(cluster, "m").id
+    cluster.do(MoveAllowed("one", number))
+    plain = replace(segment(cluster, "one"), id=999, epoch=0)
+    striped = replace(cluster.state.buffers["one"], segments=(segment(cluster, "one"), plain))
+    cluster.state = put(cluster.state, striped)
+    cluster.do(Restarted(2))  # "v" was being made
+    for name in "abcd":
+        held = ids(cluster) | {number, 999} if name == "a" else ids(cluster) if name == "b" else frozenset[int]()
+        register(cluster, name, held)
+    cluster.state = replace(cluster.state, began=-math.inf)
+    cluster.do(LeadsLater("a", {member: 1}, {member: 6}, 1))
+    assert place(cluster) == ("a", "b", 1, "")
+    cluster.do(LeadsLater("a", {number: 2}, {number: 6}, 1))
+    assert [each.epoch for each in cluster.state.buffers["one"].segments] == [7, 0]
 
 
 @pytest.mark.parametrize("run", [1, 2])
@@ -529,6 +554,44 @@ def test_a_buffer_is_made_though_its_second_copy_took_too_long(cluster: Cluster)
     cluster.do(BufferMade("n", before.segments))
     assert cluster.state.buffers["n"].ready
     assert cluster.state.buffers["n"].degraded
+
+
+@pytest.mark.parametrize("registers", [False, True])
+def test_a_server_that_registers_is_not_avoided(cluster: Cluster, registers: bool) -> None:
+    """It can take a copy in a moment. That went to another server, perhaps in the zone of the other one."""
+    made(cluster)
+    cluster.do(ServerDied("b", 1))
+    cluster.do(Ticked())
+    targets: list[str] = []
+
+    async def create(at: Any, *_: object) -> int:
+        targets.append(at.name)
+        raise RegistersError("wait") if registers else errors.UnavailableError("no")
+
+    async def drop(*_: object, **_how: object) -> int:
+        raise errors.UnavailableError("no")
+
+    async def take_roles(*_: object) -> frozenset[int]:
+        return frozenset()
+
+    async def commit(event: Any) -> Any:
+        cluster.do(event)
+        return SimpleNamespace(effects=cluster.effects, state=cluster.state)
+
+    async def nothing(*_: Any) -> None:
+        pass
+
+    async def twice() -> None:
+        commit_log: Any = SimpleNamespace(state=cluster.state, now=lambda: cluster.now, commit=commit)
+        servers: Any = SimpleNamespace(create=create, take_roles=take_roles, drop=drop)
+        maker = CopyMaker(commit_log, servers, nothing, nothing)
+        for _ in range(2):
+            await maker.begin()
+            cluster.seconds += 1.0
+
+    asyncio.run(twice())
+    assert len(targets) >= 2
+    assert len(set(targets)) == (1 if registers else 2)
 
 
 @pytest.mark.parametrize("lost", [False, True])

@@ -679,6 +679,21 @@ def test_a_former_primary_is_told_that_it_is_none(cluster: Cluster) -> None:
     assert back(cluster, "a", frozenset({number}), as_held=Held(4, primary=True)).superseded == ()
 
 
+def test_a_primary_of_another_copy_is_told_that_it_is_none(cluster: Cluster) -> None:
+    """The records have a later copy there. As some server has a newer one, nothing is judged yet; the server went on as
+    the primary beside the one that the records have.
+    """
+    number, record = segment(cluster).id, cluster.state.buffers["w"]
+    later = replace(segment(cluster), server="b", backup="a", made=1, backup_made=5, epoch=6)
+    cluster.state = put(cluster.state, replace(record, segments=(later,)))
+    cluster = again(cluster)
+    back(cluster, "c", frozenset({number}), as_held=Held(30))
+    back(cluster, "b", frozenset({number}), as_held=Held(6, primary=True))
+    answer = back(cluster, "a", frozenset({number}), as_held=Held(3, primary=True))
+    assert cluster.state.copies("a") == []
+    assert answer.superseded == ((number, 3),)
+
+
 def test_memory_of_another_cluster_is_refused(cluster: Cluster) -> None:
     """A known name does not make it ours."""
     with pytest.raises(errors.InvalidArgumentError, match=r'"a" is not known here but holds 1 segments.*--state'):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import AsyncIterator
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -11,8 +13,8 @@ import grpc
 import pytest
 
 from smb.coordinator.lineage import Stamp
-from smb.coordinator.memserver_client import MemoryServers
-from smb.coordinator.records import BufferRecord, SegmentRecord
+from smb.coordinator.memserver_client import MemoryServers, RegistersError
+from smb.coordinator.records import BufferRecord, SegmentRecord, ServerRecord
 from smb.drop_reasons import Ground
 from smb.errors import UnavailableError
 from smb.rpc import control_pb2 as pb
@@ -85,32 +87,41 @@ class Registering(MemoryServerServicer):
         return pb.CreateSegmentReply(used_bytes=7)
 
 
-@pytest.mark.parametrize("what", ["drop", "create"])
+@contextlib.asynccontextmanager
+async def registering(refusals: int) -> AsyncIterator[tuple[Registering, MemoryServers, ServerRecord]]:
+    there, far = Registering(refusals), grpc.aio.server()
+    add_MemoryServerServicer_to_server(there, far)
+    port = far.add_insecure_port("127.0.0.1:0")
+    await far.start()
+    servers = MemoryServers(term=5)
+    try:
+        yield there, servers, replace(server("a"), control_address=f"127.0.0.1:{port}")
+    finally:
+        await servers.close()
+        await far.stop(None)
+
+
 @pytest.mark.parametrize("registers", [True, False])
-def test_a_call_is_repeated_until_the_server_has_registered(registers: bool, what: str) -> None:
-    """It drops and makes nothing for a coordinator with which it has not registered. That takes a moment after a
-    restart, and while a copy is made, since its server may hold more than the records say.
-    """
+def test_a_drop_is_repeated_until_the_server_has_registered(registers: bool) -> None:
+    """It drops nothing for a coordinator with which it has not registered, and that takes a moment after a restart."""
 
     async def work() -> None:
-        there = Registering(2 if registers else 99)
-        far = grpc.aio.server()
-        add_MemoryServerServicer_to_server(there, far)
-        port = far.add_insecure_port("127.0.0.1:0")
-        await far.start()
-        servers = MemoryServers(term=5)
-        at = replace(server("a"), control_address=f"127.0.0.1:{port}")
-        try:
+        async with registering(2 if registers else 99) as (there, servers, at):
             with nullcontext() if registers else pytest.raises(UnavailableError, match="not registered"):
-                if what == "drop":
-                    assert await servers.drop(at, 1, 1, Ground.DELETED) == 7
-                else:
-                    record, segment = segment_of_12_gib()
-                    assert await servers.create(at, record, segment, stamp=Stamp(5, 5, 1)) == 7
+                assert await servers.drop(at, 1, 1, Ground.DELETED) == 7
             assert there.terms == [5] * (3 if registers else 7)
-        finally:
-            await servers.close()
-            await far.stop(None)
+
+    asyncio.run(asyncio.wait_for(work(), 30))
+
+
+def test_a_copy_is_not_asked_for_again_by_itself() -> None:
+    """It takes the place of an earlier one, because its source has just confirmed its own: that may be dead by then."""
+
+    async def work() -> None:
+        async with registering(99) as (there, servers, at):
+            with pytest.raises(RegistersError, match="is registering: this server is not registered"):
+                await servers.create(at, *segment_of_12_gib(), stamp=Stamp(5, 5, 1))
+            assert there.terms == [5]
 
     asyncio.run(asyncio.wait_for(work(), 30))
 
