@@ -22,8 +22,9 @@ def test_a_dead_server_is_waited_for(end: str) -> None:
         smb.connect(cluster.address, transport="shm", timeout=TIMEOUT_S) as hasty,
         smb.connect(cluster.address, transport="shm", timeout=20) as patient,
     ):
-        hasty.create("w", 10).fill(3)
-        buffer, waiting = hasty.open("w"), patient.open("w")
+        waiting = patient.create("w", 10)
+        waiting.fill(3)
+        buffer = hasty.open("w")
         getattr(cluster.servers[0], end)()
         start = time.monotonic()
         with pytest.raises(smb.UnavailableError, match=r"buffer 'w'.*server-0 .*over shm: nobody answers at .*\.sock"):

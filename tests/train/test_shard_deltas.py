@@ -214,7 +214,7 @@ def test_ranks_and_readers_that_die_and_come_back(
     monkeypatch.setattr(reader_source, "near_servers", lambda _, near: (frozenset({near or "server-0"}), frozenset()))
     seed = int(os.environ.get("SEED", time.time_ns() % 10**6))
     print(f"SEED={seed}")
-    chance, number, turn = random.Random(seed), 0, 0
+    chance, number, turn, in_a_row = random.Random(seed), 0, 0, 0
     client = connect()
     readers: list[tuple[smb.torch.Follower, Any]] = []
 
@@ -242,9 +242,11 @@ def test_ranks_and_readers_that_die_and_come_back(
                     follow(way, near, parts)
             with in_process(read_parts_until_killed, cluster.address) as (_, messages):
                 # "commit some": of the group's first generation, when the whole state is there, and its entry is not.
-                step, killed = chance.choice(
-                    [("write", 0), ("write some", 0), ("commit", 0), ("commit some", 0), ("write", ranks - 1)]
-                )
+                steps = [("write", 0), ("write some", 0), ("commit", 0), ("commit some", 0), ("write", ranks - 1)]
+                # As often as there are versions, and nobody who comes then can read what is published: its whole state
+                # has been overwritten.
+                step, killed = chance.choice([each for each in steps if each[0] != "commit some" or in_a_row < 2])
+                in_a_row = in_a_row + 1 if step == "commit some" else 0
                 if step != "commit some":
                     for _ in range(chance.randint(3, 12 if LONG else 6)):
                         number += 1
