@@ -131,6 +131,7 @@ class World:
         self._lost: set[str] = set()  # hosts whose loss is not over
         self._put_back_at = -1.0
         self._locks: dict[str, tuple[str, int, float]] = {}  # by name: the session's client, its id, until when
+        self._closed: set[int] = set()  # sessions
         self._tokens: dict[str, tuple[int, int]] = {}  # by name: the highest one, and whose
         self.copies_begun = 0
         self.copies_missing = 0  # at most, at one time since faults ended
@@ -339,7 +340,8 @@ class World:
             invariants.check(self, "lock", name, token, highest)
         holder, other, until = self._locks.get(name, ("", 0, 0.0))
         state = self.leading_state()
-        if other not in (0, session) and self.loop.time() < until and state is not None and other in state.sessions:
+        open_ = state is not None and other in state.sessions and other not in self._closed
+        if other not in (0, session) and self.loop.time() < until and open_:
             invariants.check(self, "lock held", name, holder, client.name)
         self._locks[name] = (client.name, session, began + LOCK_LEASE_S)
 
@@ -349,7 +351,8 @@ class World:
             del self._locks[name]
 
     def session_ends(self, session: int) -> None:
-        """It is about to be closed."""
+        """It is about to be closed. Servers may hear of that late, once records in which it is open were restored."""
+        self._closed.add(session)
         self._locks = {name: held for name, held in self._locks.items() if held[1] != session}
 
     def _is_superseded(self, state: State) -> bool:
