@@ -219,7 +219,8 @@ class Client:
 
     def _learn(self, known: Known, reply: pb.Buffer) -> None:
         known.segments = list(reply.layout.segments)
-        self.world.truth.told(known.name, known.replicas, [segment.id for segment in known.segments], self.since)
+        ids, put_back = [segment.id for segment in known.segments], self.world.put_back_since(self.since)
+        self.world.truth.told(known.name, known.replicas, ids, self.since, put_back=put_back)
 
     @event(3)
     async def delete(self) -> None:

@@ -39,11 +39,13 @@ class Truth:
         self.lost_at = -1.0  # when a host lost its memory last
         self.gone: set[int] = set()  # segments whose only copy was lost before anybody was told of them
 
-    def told(self, title: str, replicas: int, segment_ids: Iterable[int], since: float) -> None:
-        """A buffer was created, or found; it was asked for since that moment."""
+    def told(
+        self, title: str, replicas: int, segment_ids: Iterable[int], since: float, *, put_back: bool = False
+    ) -> None:
+        """A buffer was created, or found; it was asked for since that moment, and the store was `put_back` then."""
         for number in segment_ids:
             if number not in self.parts:
-                part = self.parts[number] = Part(number, title, replicas)
+                part = self.parts[number] = Part(number, title, replicas, loose=put_back)
                 lost = number in self.gone or self.lost_at >= since
                 part.lost = replicas == 1 and lost and not any(self.holders(part))
 
