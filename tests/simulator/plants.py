@@ -233,7 +233,8 @@ def pair_without_a_member() -> Replaced:
     """
     yield State, "was_restored", False
     yield creation, "_check_records_are_right", lambda *_: None
-    yield unexplained, "_members_held", lambda *_: lambda *_: frozenset()
+    yield unexplained._Members, "held", lambda *_: frozenset()
+    yield unexplained._Members, "made", lambda *_: 0
 
 
 @plant
