@@ -138,6 +138,9 @@ class EtcdServer:
         puts = any(each.HasField("request_put") for each in asked.success)
         if self.full and puts and b"/leader" not in request:
             raise RefusedError(grpc.StatusCode.RESOURCE_EXHAUSTED, "etcdserver: mvcc: database space exceeded")
+        # A lease from before a backup was put back: the message was on its way.
+        if any(each.request_put.lease and each.request_put.lease not in self._until for each in asked.success):
+            raise RefusedError(grpc.StatusCode.NOT_FOUND, "etcdserver: requested lease not found")
         self.count += 1
         return await self._etcd.carry_out(asked)
 
