@@ -361,13 +361,15 @@ class State:
 
     def without_lease(self, server: str) -> State:
         """Return the state without the server's lease. It answers no reads any more."""
+        state = self.without_former_primary(server)
+        return replace(state, server_leases=self.server_leases.end(server), overdue=without(self.overdue, server))
+
+    def without_former_primary(self, server: str) -> State:
+        """Return the state in which nobody waits for this server to hear that others have taken over from it."""
+        if not any(server in names for names in self.former_primaries.values()):
+            return self
         left = {number: names - {server} for number, names in self.former_primaries.items()}
-        return replace(
-            self,
-            server_leases=self.server_leases.end(server),
-            overdue=without(self.overdue, server),
-            former_primaries={number: names for number, names in left.items() if names},
-        )
+        return replace(self, former_primaries={number: names for number, names in left.items() if names})
 
     def rival(self, event: ServerRegistered, now: Instant) -> ServerRecord | None:
         """Return the other run that holds this server's name while its lease runs. It may be dead all the same."""

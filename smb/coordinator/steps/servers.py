@@ -191,9 +191,7 @@ def server_renewed(state: State, event: ServerRenewed, now: Instant) -> Step:
     state = replace(state, servers={**state.servers, event.name: server}, server_leases=leases)
     if event.name in state.overdue:
         state = replace(state, overdue=without(state.overdue, event.name))
-    if any(event.name in names for names in state.former_primaries.values()):  # it has registered, and got the answer
-        left = {number: names - {event.name} for number, names in state.former_primaries.items()}
-        state = replace(state, former_primaries={number: names for number, names in left.items() if names})
+    state = state.without_former_primary(event.name)  # it has registered, and got the answer
     if event.copies or event.name in state.progress:
         reported = {copy.segment_id: copy for copy in event.copies}
         progress = {**state.progress, event.name: reported} if reported else without(state.progress, event.name)
