@@ -391,6 +391,12 @@ class Engine:
         """
         _check(lib.smb_server_yield(self._server, segment_id, epoch), f"yield {segment_id:016x}")
 
+    def note_unrecorded(self, segment_id: int, unrecorded: bool) -> None:
+        """While the records do not have this role of its bundle, have a primary ask its backup at each read: its lease
+        was given without the role. The next role ends that. A segment that is gone is not an error.
+        """
+        lib.smb_server_note_unrecorded(self._server, segment_id, unrecorded)
+
     def hand_over(self, segment_id: int, epoch: int) -> bool:
         """As yield_role, for two copies that are about to switch their roles: for a second, or until it gets another
         role, the primary also begins no change. Returns whether the backup has everything; if not, call again.

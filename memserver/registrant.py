@@ -326,6 +326,7 @@ class Registrant:
         """Take roles before the lease, because the lease covers the roles in the same answer."""
         if self._replication is not None:
             self._replication.take(reply.replicas)
+            self._replication.note_records(reply.replicas, self._segments.quarantined.ids())
             self._replication.serve_until(asked_s + LEASE_USED * reply.lease_ms / 1000)
 
     def _take_keys(self, reply: pb.RegisterServerReply | pb.RenewServerReply) -> None:

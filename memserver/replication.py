@@ -12,7 +12,7 @@ import math
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
 from memserver.copier import Copier
@@ -101,6 +101,7 @@ class Replication:
         self._told_of: dict[tuple[str, int], float] = {}  # runs of peers, with when a look first had them
         self._stopping = False
         self._serving_until_s = 0.0
+        self._unrecorded: frozenset[int] = frozenset()  # segments with roles for which the lease does not count
         self.on_news: Callable[[], None] = lambda: None  # called when the coordinator must be told now
         self._on_role = on_role
         self.copier = Copier(engine, copy_rate, self._tell, self._outside.now, self._outside.begin)
@@ -156,6 +157,27 @@ class Replication:
             copying = [part for part in self._parts.values() if part.copying and part.role == PRIMARY]
             self.copier.want({part.segment_id: part.epoch for part in copying})
         return taken
+
+    def note_records(self, parts: Iterable[pb.Replica], quarantined: Collection[int]) -> None:
+        """Take note of the roles that come with a lease, and of the segments that are kept without a record. The lease
+        is not for a primary whose bundle has another role in the records, or none: another server may have taken over,
+        and the buffer been deleted since. Only its backup can confirm such a role.
+        """
+        if not quarantined and not self._unrecorded:
+            return
+        roles = {(part.segment_id, part.epoch) for part in parts if part.role == PRIMARY}
+        statuses = [status for status in self._engine.replicas() if status.role == PRIMARY]
+        known = {status.bundle_id for status in statuses if (status.segment_id, status.epoch) in roles}
+        unrecorded = frozenset(
+            status.segment_id
+            for status in statuses
+            if status.segment_id in quarantined and status.bundle_id not in known
+        )
+        for number in self._unrecorded - unrecorded:
+            self._engine.note_unrecorded(number, False)
+        for number in unrecorded:
+            self._engine.note_unrecorded(number, True)
+        self._unrecorded = unrecorded
 
     def _leads(self, segment_id: int, epoch: int) -> bool:
         held = self._engine.holds(segment_id)

@@ -310,12 +310,15 @@ static bool ask_backup(struct replica *replica)
     return true;
 }
 
-/* Acquire: pairs with smb_server_yield. */
+/* Acquire: pairs with smb_server_yield, and with smb_server_serve_until. The time is read first: a
+ * lease is renewed only once it is noted which roles it is not for. */
 static bool lease_runs(const struct segment_bundle *bundle)
 {
+    uint64_t until_ns = atomic_load_explicit(&bundle->server->serving_until_ns,
+                                             memory_order_acquire);
     return !atomic_load_explicit(&bundle->yields, memory_order_acquire) &&
-           smb_boot_ns() <
-               atomic_load_explicit(&bundle->server->serving_until_ns, memory_order_acquire);
+           !atomic_load_explicit(&bundle->unrecorded, memory_order_acquire) &&
+           smb_boot_ns() < until_ns;
 }
 
 uint64_t replica_order_of_sync(struct replica *replica)
@@ -344,16 +347,18 @@ uint64_t replica_newest_of(const struct replica *replica, uint64_t offset)
 int replica_check_read(struct replica *replica, uint64_t order, uint64_t begun_ns)
 {
     struct segment_bundle *bundle = replica->bundle;
-    bool paired = is_paired(bundle); /* read before the role; the reverse of take_role */
+    /* Both are read before the role; the reverse of set_role. */
+    bool paired = is_paired(bundle), leased = lease_runs(bundle);
     if (!bundle_is_primary(bundle) || !replica_has_confirmed(replica, order))
         return SMB_BUSY; /* the next try will be refused at the gate if this is not the primary */
-    if (!paired || lease_runs(bundle))
+    if (!paired || leased)
         return SMB_OK;
     /* The backup may have been promoted. It must have said, after the read began, that it was
      * not. */
     pthread_mutex_lock(&bundle->lock);
-    bool fresh = !is_paired(bundle) || bundle->asked_at_ns > begun_ns;
-    if (!fresh && !bundle->question_pending)
+    bool primary = bundle_is_primary(bundle); /* its role may have ended meanwhile */
+    bool fresh = primary && (!is_paired(bundle) || bundle->asked_at_ns > begun_ns);
+    if (primary && !fresh && !bundle->question_pending)
         ask_backup(replica);
     bundle_unlock(bundle);
     return fresh ? SMB_OK : SMB_BUSY;

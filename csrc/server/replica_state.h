@@ -54,8 +54,9 @@ struct segment_bundle {
     _Atomic uint32_t epoch;
     /* primary: there is a backup, which must have everything that clients are told */
     _Atomic bool paired;
-    /* primary: its lease does not count, because it may be replaced at any moment */
-    _Atomic bool yields;
+    /* primary: its lease does not count, because it may be replaced at any moment; or because the
+     * records do not have its role, so that the lease was given without it */
+    _Atomic bool yields, unrecorded;
     _Atomic uint64_t order, confirmed;
     uint64_t changed_order; /* of the last frame that is no question */
     uint64_t asked_at_ns;   /* when the last confirmed question was asked */

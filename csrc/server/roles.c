@@ -37,6 +37,7 @@ static void set_role(struct segment_bundle *bundle, uint32_t epoch, int role, bo
     atomic_store_explicit(&bundle->paired, role == SMB_REPLICA_PRIMARY && paired,
                           memory_order_release);
     atomic_store_explicit(&bundle->yields, false, memory_order_release);
+    atomic_store_explicit(&bundle->unrecorded, false, memory_order_release);
     bundle->hands_over_until_ns = 0;
     /* The end of its connection says nothing about those of the new role. */
     bundle->feeder = NULL;
@@ -270,6 +271,19 @@ int smb_server_yield(struct smb_server *server, uint64_t id, uint32_t epoch)
     pthread_mutex_unlock(&server->roles_lock);
     smb_segment_release(segment);
     return status;
+}
+
+int smb_server_note_unrecorded(struct smb_server *server, uint64_t id, bool unrecorded)
+{
+    struct smb_segment *segment;
+    struct replica *replica = replica_of(server, id, &segment);
+    if (!replica)
+        return SMB_NOT_FOUND;
+    pthread_mutex_lock(&server->roles_lock);
+    atomic_store_explicit(&replica->bundle->unrecorded, unrecorded, memory_order_release);
+    pthread_mutex_unlock(&server->roles_lock);
+    smb_segment_release(segment);
+    return SMB_OK;
 }
 
 int smb_server_hand_over(struct smb_server *server, uint64_t id, uint32_t epoch)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -82,6 +83,7 @@ class _Bundle:
     role: int = NONE
     paired: bool = False
     yields: bool = False
+    unrecorded: bool = False
     hands_over_until: float = 0.0  # no change begins before
     strays: bool = False  # it was the primary, and may have what the present one lacks
     peer: str = ""
@@ -275,7 +277,8 @@ class Engine:
             self._hang_up(bundle)
         else:
             self._stop_forwarding(bundle, OK if role == PRIMARY else STALE)
-        bundle.copied, bundle.paired, bundle.yields, bundle.peer = 0, paired, False, peer
+        bundle.copied, bundle.paired, bundle.peer = 0, paired, peer
+        bundle.yields = bundle.unrecorded = False
         bundle.hands_over_until, bundle.refused = 0.0, ""
         bundle.epoch, bundle.role = epoch, role
         if copying and role == PRIMARY:
@@ -311,6 +314,13 @@ class Engine:
         if bundle is None or bundle.role != PRIMARY or not bundle.paired or bundle.epoch != epoch:
             raise UnavailableError("it is not the primary of a pair in that epoch")
         bundle.yields = True
+
+    def note_unrecorded(self, segment_id: int, unrecorded: bool) -> None:
+        """See memserver.engine."""
+        with suppress(NotFoundError):
+            bundle = self._bundle(self._memory(segment_id))
+            if bundle is not None:
+                bundle.unrecorded = unrecorded
 
     def hand_over(self, segment_id: int, epoch: int) -> bool:
         """See memserver.engine."""
@@ -594,7 +604,8 @@ class Engine:
 
     async def _may_tell(self, bundle: _Bundle, epoch: int) -> bool:
         """Whether nobody else is the primary since a read began."""
-        asks = bundle.paired and (bundle.yields or self._loop.time() >= self._serving_until)
+        lease_runs = not bundle.yields and not bundle.unrecorded and self._loop.time() < self._serving_until
+        asks = bundle.paired and not lease_runs
         if asks and await self._confirmed(bundle, self._forward(bundle, ("ask", 0))) != OK:
             return False
         return bundle.role == PRIMARY

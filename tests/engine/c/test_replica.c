@@ -771,6 +771,32 @@ static void a_primary_that_yields(void)
     stop(&pair);
 }
 
+/* As long as no record has its segment, a primary asks the backup, too; also the next role ends
+ * that. */
+static void a_primary_that_no_record_has(void)
+{
+    struct pair pair;
+    start(&pair);
+    CHECK_EQ(feed(&pair, 1), SMB_OK);
+    CHECK_EQ(smb_server_note_unrecorded(pair.servers[0], ID + 1, true), SMB_NOT_FOUND);
+    for (int step = 0; step < 4; step++) {
+        if (step == 1)
+            set_role(&pair, 1, 2, SMB_REPLICA_PRIMARY, false);
+        CHECK_EQ(smb_server_note_unrecorded(pair.servers[0], ID, step != 2), SMB_OK);
+        if (step == 3) {
+            CHECK_EQ(give_role(&pair, 0, 1, SMB_REPLICA_NONE, false, false), SMB_OK);
+            set_role(&pair, 0, 1, SMB_REPLICA_PRIMARY, true);
+        }
+        struct user user = use(&pair, 9 + step);
+        int64_t back = 1;
+        struct smb_request read = {
+            .opcode = SMB_READ, .bytes = 8, .sink = &back, .timeout_ms = step == 1 ? 200 : 0};
+        CHECK_EQ(reach_try(user.buffer, read), step == 1 ? SMB_TIMEOUT : SMB_OK);
+        leave(&user);
+    }
+    stop(&pair);
+}
+
 /* The coordinator has made another server the primary, and tells a server whose lease runs. The
  * role ends in its epoch, and can be given again in that epoch. */
 static void a_role_ends(void)
@@ -1308,6 +1334,7 @@ int main(void)
         TEST(a_lower_lane_goes_on),
         TEST(reads_without_a_lease),
         TEST(a_primary_that_yields),
+        TEST(a_primary_that_no_record_has),
         TEST(a_role_ends),
         TEST(what_is_refused),
         TEST(refusals_have_a_bound),

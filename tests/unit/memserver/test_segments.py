@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -15,7 +16,7 @@ import pytest
 from memserver.engine import Engine, SegmentForm
 from memserver.memory_dir import MemoryDirectory
 from memserver.recovery import recover
-from memserver.replication import BACKUP, NONE, PRIMARY, Replication
+from memserver.replication import BACKUP, NONE, PRIMARY, Replication, boot_seconds
 from memserver.segments import FOR_GOOD, Segments
 from memserver.terms import NotRegisteredError
 from smb import errors
@@ -23,6 +24,7 @@ from smb.daemon.host_memory import file_system_of
 from smb.drop_reasons import Ground
 from smb.errors import AlreadyExistsError
 from smb.rpc import control_pb2 as pb
+from tests.support.daemons import wait_for
 from tests.support.raw import Frame, Opcode, RawClient, Status
 
 MIB = 1 << 20
@@ -201,6 +203,47 @@ def test_a_role_that_cannot_be_taken_is_reported(tmp_path: Path, leaving: ExitSt
     assert take(2, 6, BACKUP) == {}
     assert take(1, 6) == {1: 7}  # the epoch is the same, but the role is not
     assert take(1, 8) == {}
+
+
+def test_a_role_that_no_record_has_is_served_as_long_as_the_backup_confirms_it(
+    tmp_path: Path, leaving: ExitStack
+) -> None:
+    """A server hung, another one took over, and the buffer was deleted. As the first one had been told of records that
+    were lost by a restore, it kept its copy, and its new lease let it answer reads with old values. Without records of
+    the buffer, but with its backup, it goes on: its clients may be using what a restore has lost.
+    """
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    primary, backup = Run(tmp_path / "a", leaving), Run(tmp_path / "b", leaving, name="b")
+    replication = Replication(primary.engine)
+    leaving.callback(replication.close)
+    address = f"127.0.0.1:{backup.engine.listen_tcp('127.0.0.1', 0)}"
+    for number in (1, 2):
+        form = replace(FORM, id=number)
+        follow = partial(backup.engine.set_replica, number, 1, BACKUP, "a")
+        backup.segments.create(form, replicate=follow, bundle_id=1)
+        part = pb.Replica(segment_id=number, epoch=1, role=PRIMARY, peer="b", data_address=address, instance_id=1)
+        primary.segments.create(form, replicate=partial(replication.take, [part]), bundle_id=1)
+    replication.serve_until(boot_seconds() + 600)
+    wait_for(lambda: primary.engine.replicas()[0].broken_ms == 0, "the connection to the backup")
+    port = primary.engine.listen_tcp("127.0.0.1", 0)
+
+    def read() -> list[int]:
+        with RawClient(port, timeout=0.5).hello() as client:
+            frames = [Frame(Opcode.READ, FORM.dtype, segment=number, epoch=1, length=8) for number in (1, 2)]
+            return [client.ask(frame)[0].status for frame in frames]
+
+    recorded = pb.Replica(segment_id=1, epoch=1, role=PRIMARY)
+    replication.note_records([], [1, 2])
+    assert read() == [Status.OK] * 2
+    replication.note_records([recorded], [2])
+    backup.engine.set_replica(1, 2, PRIMARY, "")
+    assert read() == [Status.OK] * 2, "they have one role, and the records have it"
+    for others in ([], [pb.Replica(segment_id=1, epoch=1, role=BACKUP)], [pb.Replica(segment_id=1, role=PRIMARY)]):
+        replication.note_records([recorded], [2])
+        replication.note_records(others, [1, 2])
+        with pytest.raises(TimeoutError):
+            read()
 
 
 def test_a_term_that_has_come_back_may_drop_again(tmp_path: Path, leaving: ExitStack) -> None:
