@@ -90,12 +90,15 @@ class ServerRegistered:
 
 @dataclass(frozen=True, slots=True)
 class ServerRenewed:
-    """A memory server renews its lease and reports the progress of the copies that it makes."""
+    """A memory server renews its lease and reports the progress of the copies that it makes. `making`: it is being
+    asked to make room for copies that have not begun, which no record has yet.
+    """
 
     name: str
     instance_id: int
     used_bytes: int
     copies: tuple[CopyProgress, ...] = ()
+    making: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -243,7 +243,13 @@ class CoordinatorService(CoordinatorServicer):
             for copy in request.copies
         )
         committed = await self._commit_log.commit(
-            ServerRenewed(request.name, request.instance_id, request.used_bytes, copies)
+            ServerRenewed(
+                request.name,
+                request.instance_id,
+                request.used_bytes,
+                copies,
+                making=bool(self._copy_maker.making(request.name)),
+            )
         )
         failpoint("coordinator.renew.granted")
         if request.HasField("load"):

@@ -183,7 +183,7 @@ def server_renewed(state: State, event: ServerRenewed, now: Instant) -> Step:
     server = _registered(state, event.name, event.instance_id)
     if event.name in state.suspected or not state.alive(event.name, now):
         raise NotFoundError(f'memory server "{event.name}" must register again')
-    if event.used_bytes > state.held_bytes_max(event.name):
+    if event.used_bytes > state.held_bytes_max(event.name) and not event.making:
         # It holds more than the records, e.g. a segment that was made after its creation was given up.
         raise NotFoundError(f'memory server "{event.name}" must register again: it holds more than the records say')
     server = replace(server, used_bytes=event.used_bytes, last_seen_at=now.wall)
