@@ -93,7 +93,7 @@ async def memory_lost(world: World, step: Step) -> None:
         world.start_server(name)
 
 
-@fault(4)
+@fault(8)
 async def old_memory(world: World, step: Step) -> None:
     """A host is lost, and later it is back with the memory from before, which a new one had taken the place of."""
     name = _server(world, step)
@@ -255,7 +255,7 @@ async def wall_clock_set(world: World, step: Step) -> None:
 # ---- the store
 
 
-@fault(2)
+@fault(6)
 async def disk_full(world: World, step: Step) -> None:
     """The store takes nothing that is new; perhaps for as long as leases, and all that follows from them, take."""
     world.store.full = True
@@ -309,7 +309,7 @@ async def made_after_backup(world: World, step: Step) -> None:
     await _without_coordinators(world, step, restore)
 
 
-@fault(3)
+@fault(5)
 async def made_late(world: World, step: Step) -> None:
     """A host is back without its memory, some of which nobody else had. A backup of the store is put back as the
     coordinator has a segment made there: that message arrives once the next coordinator leads, whose records do not

@@ -275,11 +275,15 @@ class World:
         for (name, number), since in self._ghosts_since.items():
             invariants.check(self, "listed", name, number, now - since)
         there = {(copy.server, copy.id) for record in state.buffers.values() for copy in record.copies}
+        # What a server may have yet to make of an interrupted creation counts as taken there, in place of what it has.
+        unsure = {
+            copy.server for record in state.buffers.values() if record.id in state.interrupted for copy in record.copies
+        }
         unlisted = {
             (name, number)
             for name, host in self.hosts.items()
             for number in host.segments
-            if (name, number) not in there and number not in state.unexplained.get(name, ())
+            if name not in unsure and (name, number) not in there and number not in state.unexplained.get(name, ())
         }
         self._unlisted_since = {each: self._unlisted_since.get(each, now) for each in unlisted}
         for (name, number), since in self._unlisted_since.items():
