@@ -83,15 +83,16 @@ class RoleChanges:
         if apart:
             self.on_apart(server, apart)
         # Part all segments that the two servers share at once. Otherwise an idle segment would be noticed only at its
-        # next change, which would have to wait as long again.
+        # next change, which would have to wait as long again. A backup that answers and refuses some segments has the
+        # others as before.
+        refused = {copy.segment_id for copy in parted if copy.peer not in apart}
+        ours = await self._confirmed(server, refused.union(*(self._primaries(server, other) for other in apart)))
+        for other in sorted({copy.peer for copy in parted}):
+            await self._part(server, other, ours)
         for other in sorted(apart):
-            await self._part(server, other, self._primaries(server, other))
             theirs = await self._confirmed(other, self._primaries(other, server))
             await self._part(other, server, theirs)
             await self.tell_roles(theirs, (other,))
-        # A backup that answers and refuses some segments has the others as before.
-        for other in sorted({copy.peer for copy in parted} - apart):
-            await self._part(server, other, frozenset(copy.segment_id for copy in parted if copy.peer == other))
 
     async def end_if_dead(self, server: ServerRecord) -> bool:
         """Record that this run of a server is dead, if it is. A run of a version that does not name itself counts as
@@ -241,17 +242,28 @@ class RoleChanges:
         copies = self._commit_log.state.copies(server)
         return frozenset(copy.segment_id for copy in copies if copy.role is CopyRole.PRIMARY and copy.peer == peer)
 
-    async def _confirmed(self, server: str, segment_ids: frozenset[int]) -> frozenset[int]:
-        """Return the segments that the server itself, in its registered run, now confirms to have whole. It goes on
-        alone only with these, because an empty server that took its name must not.
+    async def _confirmed(self, server: str, segment_ids: Collection[int]) -> frozenset[int]:
+        """Return the segments that the server itself, in its registered run, now confirms to have whole, with all that
+        move together with them. It goes on alone only with these. An empty server that took its name must not, nor one
+        that reported the other server and has died since: to look at the other one takes seconds.
         """
-        state = self._commit_log.state
-        if not segment_ids or not state.heard(server, self._commit_log.now()):
+        if not segment_ids or not self._commit_log.state.heard(server, self._commit_log.now()):
             return frozenset()
-        look = await self._servers.look(state.servers[server], segment_ids)
+        state = self._commit_log.state
+        together = Bundles(state.buffers.values()).named_by(segment_ids)
+        look = await self._servers.look(state.servers[server], together)
         if look.run is RunLiveness.UNNAMED:
-            return segment_ids
-        return frozenset(number for number, held in look.held.items() if held.whole and held.primary)
+            return frozenset(segment_ids)
+        state = self._commit_log.state
+        whole = {number for number, held in look.held.items() if held.whole and held.primary}
+        # A segment that is being made moves with the others, but an interrupted creation may be of a buffer in use.
+        making = {
+            segment.id
+            for record in state.buffers.at(server)
+            if not record.ready and record.id not in state.interrupted
+            for segment in record.segments
+        }
+        return whole - Bundles(state.buffers.values()).named_by(together - whole - making)
 
     async def _part(self, server: str, peer: str, segment_ids: frozenset[int]) -> None:
         """Let a server go on alone with these segments, whose backups are at `peer`."""

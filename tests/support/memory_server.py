@@ -59,7 +59,8 @@ class FakeMemoryServer(MemoryServerServicer):
 
     def _held(self, segment_id: int) -> Any:
         of = self.segments[segment_id]
-        flags = 1 + 8 * (segment_id in self.quarantined) + 32  # nobody writes to it
+        primary = of.HasField("replica") and of.replica.role == 1
+        flags = 1 + 2 * primary + 8 * (segment_id in self.quarantined) + 32  # nobody writes to it
         return pb.HeldSegment(id=segment_id, epoch=of.epoch, flags=flags, file_bytes=of.nbytes)
 
     def EndSessions(self, request: Any, context: grpc.ServicerContext) -> Any:  # noqa: N802

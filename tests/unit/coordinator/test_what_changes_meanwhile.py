@@ -43,6 +43,7 @@ from smb.coordinator.records import BufferRecord, Held, SegmentRecord, ServerRec
 from smb.coordinator.role_changes import LOOK_COUNTS_S, LOOKS_AT_ONCE_MAX, RoleChanges
 from smb.coordinator.segment_maker import SegmentMaker
 from smb.coordinator.session_end_notifier import SessionEndNotifier
+from smb.coordinator.state import Interrupted
 from smb.coordinator.store import SqliteStore, StoreError
 from smb.coordinator.validate import Creation
 from smb.drop_reasons import Ground
@@ -81,6 +82,7 @@ class Servers:
     living: int = 2  # runs from this one on are alive
     mute: frozenset[int] = frozenset()  # runs of which nobody can tell
     half: frozenset[str] = frozenset()  # servers whose copies are not known to them to be whole
+    leads: frozenset[int] = frozenset()  # segments of which whoever is asked says that it is the primary
 
     async def create(self, at: ServerRecord, _: object, segment: SegmentRecord, *__: object) -> int:
         if at.name in self.waits:
@@ -95,7 +97,10 @@ class Servers:
     async def look(self, at: ServerRecord, segment_ids: Collection[int] = ()) -> Look:
         self.probed.append(at.instance_id)
         await asyncio.sleep(0)
-        held = {each: Held(1, whole=at.name not in self.half) for each in self.holds[at.name] & frozenset(segment_ids)}
+        held = {
+            each: Held(1, whole=at.name not in self.half, primary=each in self.leads)
+            for each in self.holds[at.name] & frozenset(segment_ids)
+        }
         if at.instance_id in self.mute:
             return Look(RunLiveness.MUTE)
         return Look(RunLiveness.DEAD if at.instance_id < self.living else RunLiveness.ALIVE, held)
@@ -482,6 +487,54 @@ def test_a_primary_that_can_lead_later_says_so_when_it_renews(tmp_path: Path) ->
     asyncio.run(work())
 
 
+@pytest.mark.parametrize("refused", [False, True])
+def test_a_copy_is_not_given_up_for_that_of_a_server_that_died_after_its_report(tmp_path: Path, refused: bool) -> None:
+    """A primary had not reached its backup for long, and said so. It was killed, and its host's memory lost, while the
+    coordinator looked at the backup's server, which had the only copy then. Nor for one that has lost some of the
+    segments that move together.
+    """
+
+    async def work() -> None:
+        async with beside(tmp_path) as log:
+            servers = Servers(living=1)
+            await register(log, "a", "b")
+            maker = SegmentMaker(log, cast(Any, servers))
+            roles = RoleChanges(log, cast(Any, servers), SessionEndNotifier(log, cast(Any, servers)))
+            for creation in (
+                Creation("w", (8,), "float32", replicas=2, server_names=("a",)),
+                Creation("joined", (8,), "float32", like="w", joins=True, replicas=0),
+            ):
+                await maker.create(creation, 1.0)
+            first, second = (log.state.buffers[name].segments[0].id for name in ("w", "joined"))
+            broken = [
+                pb.BrokenPair(segment_id=each, epoch=1, for_ms=9000, instance_id=1, refused=refused)
+                for each in (first, second)
+            ]
+
+            async def part() -> list[str]:
+                await roles.look_after("a", broken)
+                return [log.state.buffers[name].segments[0].backup for name in ("w", "joined")]
+
+            assert await part() == ["b"] * 2
+            servers.leads = frozenset({first})
+            assert await part() == ["b"] * 2
+            record = log.state.buffers["joined"]
+            log.state = replace(log.state, buffers=log.state.buffers.changed((replace(record, ready=False),)))
+            log.state = replace(log.state, interrupted={record.id: Interrupted({})})
+            assert await part() == ["b"] * 2, "a creation that was interrupted: it may be in use"
+            log.state = replace(log.state, interrupted={})
+            log.state = replace(log.state, buffers=log.state.buffers.changed((record,)))
+            servers.leads, servers.half = frozenset({first, second}), frozenset({"a"})
+            assert await part() == ["b"] * 2
+            servers.half = frozenset()
+            servers.mute = frozenset({1})
+            assert await part() == ["b"] * 2
+            servers.mute = frozenset()
+            assert await part() == [""] * 2
+
+    asyncio.run(work())
+
+
 @pytest.mark.parametrize("full", [False, True])
 def test_events_that_arrive_during_a_change_are_stored_together(monkeypatch: pytest.MonkeyPatch, full: bool) -> None:
     """In one change of etcd, each on the state that the one before leaves: the second of two deletions finds nothing.
@@ -542,6 +595,30 @@ def test_a_server_is_not_avoided_for_a_copy_that_nobody_wants_any_more(tmp_path:
             await log.commit(BackupsLost("a", frozenset({log.state.buffers["v"].segments[0].id})))
             await copies.begin()
             assert log.state.buffers["v"].segments[0].copying_to == "b"
+
+    asyncio.run(work())
+
+
+def test_a_server_renews_while_it_makes_room_for_a_copy(tmp_path: Path) -> None:
+    """It had to register again, since no record has that room yet, and dropped nothing meanwhile. With a slow server
+    elsewhere it registered all the time.
+    """
+
+    async def work() -> None:
+        async with beside(tmp_path) as log:
+            servers = Servers(living=1)
+            await register(log, "a", "b")
+            service = service_of(log, servers)
+            await SegmentMaker(log, cast(Any, servers)).create(
+                Creation("w", (8,), "float32", replicas=2, server_names=("a",)), 1.0
+            )
+            await log.commit(BackupsLost("a", frozenset({log.state.buffers["w"].segments[0].id})))
+            renewal = pb.RenewServerRequest(name="b", instance_id=1, used_bytes=1 << 20)
+            servers.waits["b"] = lambda: service.RenewServer(renewal, cast(Any, None))
+            await service._copy_maker.begin()
+            assert log.state.buffers["w"].segments[0].copying_to == "b"
+            with pytest.raises(NotFoundError, match="it holds more than the records say"):
+                await service.RenewServer(renewal, cast(Any, None))
 
     asyncio.run(work())
 
