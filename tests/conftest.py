@@ -66,6 +66,13 @@ def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(variable, raising=False)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _programs_of_all_workers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """What one of pytest's processes has started as a program the others start as forks."""
+    if hasattr(request.config, "workerinput"):
+        stem.share(tmp_path_factory.getbasetemp().parent / "programs")
+
+
 @pytest.fixture
 def kept_port() -> Iterator[int]:
     """A port of this host on which nothing listens, but what the test starts there."""

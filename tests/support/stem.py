@@ -3,7 +3,8 @@
 A stem is a child of the tests' process: a Python that imports the daemons' modules, and then forks for each daemon that
 is to run. The fork goes on as `python -m MODULE` does: a process of its own, with arguments, environment, output and
 session of its own. In /proc its start is the stem's. `launch` starts a program where the environment, or what else a
-program inherits, is not that of a stem, and for the first of each kind. Other commands of `smb` are started so, too.
+program inherits, is not that of a stem, and for the first of each kind: of all of pytest's processes, if they share a
+folder (`share`). Other commands of `smb` are started so, too.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import subprocess
 import sys
 import threading
 import time
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -195,12 +197,13 @@ class _Stem:
 _stems: dict[Any, _Stem] = {}
 _seen: set[Any] = set()
 _owner = 0
+_shared: Path | None = None
 _guard = threading.Lock()
 
 
 def _stem_for(command: Sequence[str], environment: Mapping[str, str], cwd: str | None) -> _Stem | None:
     """Return the stem for these circumstances: it is made when one kind of daemon or command comes for the second time.
-    The first of each kind is a program.
+    The first of each kind is a program, unless there is the stem and another process had a program of this kind.
     """
     global _owner
     module, *arguments = words_of(command)
@@ -217,12 +220,30 @@ def _stem_for(command: Sequence[str], environment: Mapping[str, str], cwd: str |
         kind = (key, module, *(arguments[:1] if module != "memserver" else []))  # a command of smb
         if kind not in _seen:
             _seen.add(kind)
-            return None
+            if key not in _stems or _is_first_of_all(environment.get("PYTHONSAFEPATH"), *kind[1:]):
+                return None
         if key not in _stems:
             if len(_stems) == _STEMS_MAX:
                 return None
             _stems[key] = _Stem(environment, where)
         return _stems[key]
+
+
+def share(folder: Path) -> None:
+    """Look there for what other processes of these tests have had as programs."""
+    global _shared
+    folder.mkdir(exist_ok=True)
+    _shared = folder
+
+
+def _is_first_of_all(*kind: str | None) -> bool:
+    if _shared is None:
+        return True
+    try:
+        (_shared / f"{zlib.crc32(repr(kind).encode()):x}").touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
 
 
 def words_of(command: Sequence[str]) -> list[str]:

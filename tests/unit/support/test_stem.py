@@ -45,6 +45,7 @@ sys.exit(3)
 def _stems_of_its_own(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(stem, "_stems", {})
     monkeypatch.setattr(stem, "_seen", set())
+    monkeypatch.setattr(stem, "_shared", None)
     yield
     for each in stem._stems.values():
         each.end()
@@ -83,6 +84,17 @@ def test_a_fork_says_and_returns_what_the_program_does(
         assert said[1:] == said[:1] * 2
     else:
         assert all("/proc/none" in each for each in said)
+
+
+def test_what_other_tests_had_as_a_program_is_a_fork(start: Start, tmp_path: Path) -> None:
+    """Tests in several processes start the first of a kind as a program once, not in each process."""
+    stem.share(tmp_path / "programs")
+    assert not isinstance(start("--version"), stem.Forked)
+    assert isinstance(start("--version"), stem.Forked)
+    assert not isinstance(start("certs", "--help"), stem.Forked)
+    stem._seen.clear()  # as in another process, which has a stem, too
+    assert isinstance(start("certs", "--help"), stem.Forked)
+    assert not isinstance(start("--help"), stem.Forked)
 
 
 def test_a_fork_is_a_process_of_its_own(start: Start, tmp_path: Path) -> None:
