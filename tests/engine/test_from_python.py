@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import socket
@@ -30,6 +29,7 @@ from smb.engine import (
     memory_of,
     segment_bytes,
 )
+from tests.support.clients import spawn
 from tests.support.daemons import wait_for
 from tests.support.raw import HEADER, Dtype, Flag, Frame, Op
 
@@ -41,7 +41,6 @@ ELEMENTS = 300_001
 TIMEOUT_MS = 20_000
 WAYS = ("tcp", "unix", "shm", "mixed")
 DTYPES = {Dtype.INT64: np.dtype(np.int64), Dtype.FLOAT32: np.dtype(np.float32)}
-SPAWN = multiprocessing.get_context("spawn")
 
 
 @dataclass(frozen=True)
@@ -136,9 +135,7 @@ def add_ranges(place: Place, way: str, worker: int, turns: int) -> None:
 def test_sums_of_processes_are_exact(place: Place) -> None:
     """Four processes, by TCP, Unix socket, mapping and all of them, add to overlapping ranges on three servers."""
     turns = 12
-    workers = [SPAWN.Process(target=add_ranges, args=(place, way, i, turns)) for i, way in enumerate(WAYS)]
-    for worker in workers:
-        worker.start()
+    workers = [spawn(add_ranges, place, way, i, turns) for i, way in enumerate(WAYS)]
     for worker in workers:
         worker.join(60)
         assert worker.exitcode == 0
@@ -170,8 +167,7 @@ def test_killed_clients_stop_nobody(place: Place, memory: Path) -> None:
     files = sorted(path.name for path in memory.iterdir())
     for way in WAYS:
         before = survivor.read(dtype, ELEMENTS)[-1]
-        worker = SPAWN.Process(target=add_for_ever, args=(place, way))
-        worker.start()
+        worker = spawn(add_for_ever, place, way)
         wait_for(lambda before=before: survivor.read(dtype, ELEMENTS)[-1] >= before + 3 * values[-1], "additions")
         assert worker.pid is not None
         os.kill(worker.pid, signal.SIGKILL)
