@@ -29,7 +29,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from smb.config.parse import OWNER_VARIABLE
 from smb.daemon.launch import python_m
 
 MODULES = ("memserver", "smb.tools.cli.main")
@@ -45,9 +44,9 @@ _MESSAGE_BYTES = 1 << 17
 _STEMS_MAX = 8
 _DESCRIPTORS_MAX = 5  # the output, that for errors, and what a daemon holds
 _POLL_S = 0.005
-_POINT = ("SMB_FAILPOINT", "SMB_FAILPOINTS_ALLOWED")
-# Variables that are read when needed.
-_FREE = (OWNER_VARIABLE, "SMB_COORDINATOR", "PYTEST_CURRENT_TEST", "COLUMNS", *_POINT)
+# Variables that do not count. Ours are read when needed, but for one that the engine reads once.
+_FREE = ("PYTEST_CURRENT_TEST", "COLUMNS")
+_READ_ONCE = "SMB_ISA"
 _NEVER = {"SMB_ENGINE_FAILPOINT"}  # each such daemon is another one
 
 
@@ -212,7 +211,7 @@ def _stem_for(command: Sequence[str], environment: Mapping[str, str], cwd: str |
     if list(command[: len(SAFE)]) == SAFE:
         environment = {**environment, "PYTHONSAFEPATH": "1"}  # its own path is that of all its forks
     where = cwd or str(Path.cwd())
-    key = (where, tuple(sorted(item for item in environment.items() if item[0] not in _FREE)), _circumstances())
+    key = (where, tuple(sorted(item for item in environment.items() if _counts(item[0]))), _circumstances())
     with _guard:
         if _owner not in (0, os.getpid()):  # a fork of the tests' process: its stems are not ours
             return None
@@ -227,6 +226,10 @@ def _stem_for(command: Sequence[str], environment: Mapping[str, str], cwd: str |
                 return None
             _stems[key] = _Stem(environment, where)
         return _stems[key]
+
+
+def _counts(variable: str) -> bool:
+    return variable == _READ_ONCE or not (variable in _FREE or variable.startswith("SMB_"))
 
 
 def share(folder: Path) -> None:

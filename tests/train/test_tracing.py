@@ -39,11 +39,13 @@ def exporter(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     EXPORTER.clear()
 
 
-@pytest.fixture
-def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[smb.LocalCluster]:
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[smb.LocalCluster]:
     """Its daemons log as JSON."""
-    monkeypatch.setenv("SMB_COORDINATOR_LOG_FORMAT", "json")
-    with smb.LocalCluster(servers=1, capacity="64MiB", log_format="json") as running:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("SMB_COORDINATOR_LOG_FORMAT", "json")
+        running = smb.LocalCluster(servers=1, capacity="64MiB", log_format="json")
+    with running:
         yield running
 
 
@@ -84,8 +86,8 @@ def test_a_trace_leads_from_a_call_to_the_servers_logs(exporter: Any, cluster: s
 @pytest.mark.parametrize("overlapped", [False, True])
 def test_a_trainings_step_holds_its_calls(exporter: Any, cluster: smb.LocalCluster, overlapped: bool) -> None:
     """In the caller's thread and in the thread of an exchange in the background, within the program's own span."""
-    values = np.zeros(1000, np.float32)
-    with smb.connect(cluster.address) as client, smb.train.join(client, "run", values, smb.train.SEASGD()) as worker:
+    values, name = np.zeros(1000, np.float32), f"run{overlapped:d}"
+    with smb.connect(cluster.address) as client, smb.train.join(client, name, values, smb.train.SEASGD()) as worker:
         exporter.clear()
         steps = worker._steps
         with trace.get_tracer("program").start_as_current_span("train"):
@@ -97,7 +99,7 @@ def test_a_trainings_step_holds_its_calls(exporter: Any, cluster: smb.LocalClust
             steps.finish()
     spans = exporter.get_finished_spans()
     (step,) = [span for span in spans if span.name == "smb.step"]
-    assert dict(step.attributes) == {"smb.training": "run", "smb.scheme": smb.train.SEASGD.NAME}
+    assert dict(step.attributes) == {"smb.training": name, "smb.scheme": smb.train.SEASGD.NAME}
     (program,) = [span for span in spans if span.name == "train"]
     assert step.parent.span_id == program.context.span_id
     inside = [span for span in spans if span.parent is not None and span.parent.span_id == step.context.span_id]

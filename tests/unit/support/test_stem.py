@@ -157,6 +157,8 @@ def test_other_circumstances_are_those_of_a_program(start: Start) -> None:
     assert not any(isinstance(start("--version", SMB_ENGINE_FAILPOINT="none"), stem.Forked) for _ in range(2))
     assert not isinstance(start("--version"), stem.Forked)
     assert isinstance(start("--version", SMB_OWNER_PID="1"), stem.Forked)
+    assert isinstance(start("--version", SMB_LOG="debug"), stem.Forked)
+    assert not isinstance(start("--version", SMB_ISA="generic"), stem.Forked)
     assert not isinstance(start("--version", PYTHONHASHSEED="1"), stem.Forked)
     assert not isinstance(start("certs"), stem.Forked)
     assert isinstance(start("certs", "--help"), stem.Forked)
