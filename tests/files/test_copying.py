@@ -6,8 +6,6 @@ import errno
 import io
 import logging
 import os
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -21,30 +19,9 @@ import smb
 from smb.files import checksums as sums
 from smb.files import copying
 from tests.conftest import Connect
+from tests.support.clients import copy_as_far_as, in_process
 from tests.support.commands import run_smb
 from tests.support.transports import SLOWNESS
-
-# Says how far it is after each block, and waits after the one that it was told; its parent kills it there.
-_KILLED = """
-import sys, time
-from pathlib import Path
-import smb
-from smb.files import copying
-from smb.files import checksums as sums
-copying.BLOCK_BYTES = sums.BLOCK_BYTES = 1 << 16
-what, address, path, name, last = sys.argv[1:]
-
-def progress(done, _):
-    if done >> 16 == int(last):
-        print("here", flush=True)
-        time.sleep(100)
-
-with smb.connect(address) as client:
-    if what == "restore":
-        copying.restore(client, Path(path), name, progress=progress)
-    else:
-        copying.snapshot(client, name, Path(path), progress=progress)
-"""
 
 
 @pytest.fixture(autouse=True)
@@ -106,11 +83,8 @@ def test_a_snapshot_goes_on_where_it_was_interrupted(client: smb.Client, tmp_pat
 
 def kill(what: str, client: smb.Client, path: Path, name: str, last: int) -> None:
     """SIGKILL to a process that snapshots or restores, after so many blocks."""
-    command = [sys.executable, "-c", _KILLED, what, client.address, str(path), name, str(last)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "here\n"
-        process.kill()
+    with in_process(copy_as_far_as, what, client.address, path, name, last) as (_, messages):
+        assert messages.get(timeout=60) == "here"
 
 
 def beginnings(call: Callable[[copying.Progress], object]) -> int:
