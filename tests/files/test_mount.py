@@ -398,7 +398,7 @@ for round in range(int(sys.argv[2])):
 def test_a_path_that_is_replaced_by_rename_is_always_there(files: Path, client: smb.Client) -> None:
     """Whoever opens it or looks at it, here or through another client, finds the old file or the new one."""
     (files / "w").write_bytes(b"before")
-    rounds = times(100, 3000)
+    rounds = times(50, 3000)
     with subprocess.Popen([sys.executable, "-c", _REPLACES, str(files / "w"), str(rounds)]) as replacing:
         opened = 0
         while replacing.poll() is None:

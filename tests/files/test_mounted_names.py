@@ -128,7 +128,7 @@ def test_a_tree_is_removed_right_after_it_was_made(files: Path) -> None:
     rmdir the directory is gone."""
     script = "mkdir d && touch d/f && rm -rf d && [ ! -e d ]"
     git = "git init -q g && rm -rf g && [ ! -e g ]" if shutil.which("git") else "true"
-    for turn in range(times(5, 300)):
+    for turn in range(times(2, 300)):
         done = subprocess.run(
             ["sh", "-c", f"{script} && {git}"], cwd=files, capture_output=True, text=True, check=False
         )
@@ -149,7 +149,7 @@ for number in range(count):
 def test_a_name_is_listed_from_its_creation_on(files: Path, mounts: list[Path]) -> None:
     """By each process of the mount, all the time from when the call that made it returned; by another mount in 2 s."""
     (files / "d").mkdir()
-    count = times(150, 3000)
+    count = times(60, 3000)
     with subprocess.Popen(
         [sys.executable, "-c", _MAKES, files / "d", str(count)], stdout=subprocess.PIPE, text=True
     ) as making:
@@ -298,7 +298,7 @@ def test_names_of_all_bytes_and_lengths(files: Path, mounts: list[Path]) -> None
     """Random ones, and 255 bytes of any kind: as on any file system, also for another mount."""
     rng = random.Random(seed())
     octets = [byte for byte in range(1, 256) if byte != ord("/")]
-    parts = {os.fsdecode(bytes(rng.choices(octets, k=rng.choice((1, 2, 9, 255))))) for _ in range(40)}
+    parts = {os.fsdecode(bytes(rng.choices(octets, k=rng.choice((1, 2, 9, 255))))) for _ in range(times(16, 40))}
     parts = (parts | {"ü" * 127, "x" * 255, "=" * 255}) - {".", ".."}
     for part in parts:
         with (files / part).open("xb") as file:
