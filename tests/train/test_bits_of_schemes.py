@@ -88,10 +88,13 @@ CASES = [
 ]
 # Cases whose two halves the short form has. SSP and R2SP are ASP that waits, so fewer bits go with ASP, and each has
 # one overlap. In rounds and in averages fewer bits go with BSP, DiLoCo and EASGD, and copies ("ddp") with BSP and ASP.
+# EAMSGD is EASGD with a momentum that is nothing here. Of BSP and ASP shards have one each, and copies the other one.
 AT_NIGHT = {
     *((f"{scheme}-bfloat16", carrier) for scheme in ("ssp", "r2sp") for carrier in ("forward", "both", "fsdp")),
     ("ssp", "both"), ("r2sp", "forward"), ("localsgd-bfloat16", "fsdp"), ("seasgd-bfloat16", "fsdp"),
     *((scheme, "ddp") for scheme in ("localsgd", "easgd", "seasgd")),
+    *((scheme, "fsdp") for scheme in ("bsp-bfloat16", "asp", "diloco", "easgd", "eamsgd")),
+    ("bsp", "ddp"), ("asp-bfloat16", "ddp"), ("bsp-bfloat16", "forward"), ("asp-bfloat16", "both"),
 }  # fmt: skip
 
 
