@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import os
 import warnings
@@ -16,8 +17,7 @@ from torch import nn
 import smb
 import smb.torch
 import smb.train
-from tests.support.forks import forks_of
-from tests.support.meshes import NOWHERE, PRELOADED
+from tests.support.meshes import NOWHERE
 
 RANKS, STEPS = 2, 4
 TOLD_S = 240  # to import a framework takes long where the machine is busy
@@ -136,12 +136,6 @@ def _run_rank(framework: str, kind: str, address: str, directory: str, rank: int
     os._exit(0)  # the other rank may be gone
 
 
-@pytest.fixture(scope="module", autouse=True)
-def context() -> Any:
-    """Processes that find the frameworks there."""
-    return forks_of(["accelerate", "lightning", *PRELOADED])
-
-
 @pytest.mark.parametrize(
     ("framework", "kind"),
     [
@@ -155,7 +149,8 @@ def test_two_processes_are_one_member(
     context: Any, cluster: smb.LocalCluster, connect: Any, tmp_path: Path, framework: str, kind: str
 ) -> None:
     """They come to what one process with the whole batch comes to, and the group has seen one member."""
-    pytest.importorskip(framework)
+    if importlib.util.find_spec(framework) is None:  # importing it takes seconds
+        pytest.skip(f"not run: it needs {framework}")
     outboxes = [context.Queue() for _ in range(RANKS)]
     processes = [
         context.Process(
