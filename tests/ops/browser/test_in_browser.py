@@ -20,6 +20,7 @@ import smb
 import smb.train
 from smb.rpc import control_pb2 as pb
 from smb.rpc.control_pb2_grpc import CoordinatorStub
+from tests.fault import long
 from tests.ops.browser.conftest import Watched
 from tests.support.daemons import running_daemons, wait_for
 from tests.support.live_training import training
@@ -311,7 +312,7 @@ def test_says_that_it_lost_the_coordinator(open_page: Open, cluster: smb.LocalCl
     watched.errors.clear()
 
 
-@pytest.mark.parametrize("screen", ["desktop", "phone"])
+@pytest.mark.parametrize("screen", ["desktop", "phone"] if long.LONG else ["phone"])
 def test_a_training(open_page: Open, cluster: smb.LocalCluster, client: smb.Client, screen: str) -> None:
     """Who trains what, how fast and how far; its own buffers and locks under it; names of tensors. The picture is kept
     in build/screenshots.
