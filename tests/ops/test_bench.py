@@ -1,9 +1,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,26 +11,12 @@ import pytest
 import smb
 from smb.errors import Error, InvalidArgumentError
 from smb.tools.bench import BenchConfig, run_bench
+from tests.support.commands import run_smb
 
 
 def test_every_operation_size_and_transport_is_measured() -> None:
     """`smb bench --json` prints a checked line for each operation, size and transport, with its limit and ratio."""
-    result = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "smb.tools.cli.main",
-            "bench",
-            "--sizes",
-            "8,256KiB,3MiB",
-            "--seconds",
-            "0.02",
-            "--json",
-        ],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    result = run_smb("bench", "--sizes", "8,256KiB,3MiB", "--seconds", "0.02", "--json")
     assert result.returncode == 0, result.stderr
     lines = json.loads(result.stdout)
     measured = {(line["transport"], line["operation"], line["nbytes"]) for line in lines}
@@ -64,24 +47,7 @@ def test_a_cluster_of_the_environment_is_measured_by_name() -> None:
     """SMB_COORDINATOR's cluster is measured over what clients take, and that is said; or over what is asked for."""
     with _cluster() as address:
         for options, told in (((), "transport auto"), (("--transport", "tcp"), "transport tcp")):
-            result = subprocess.run(
-                [
-                    sys.executable,
-                    "-m",
-                    "smb.tools.cli.main",
-                    "bench",
-                    "--sizes",
-                    "8",
-                    "--seconds",
-                    "0.01",
-                    "--json",
-                    *options,
-                ],
-                capture_output=True,
-                text=True,
-                timeout=60,
-                env={**os.environ, "SMB_COORDINATOR": address},
-            )
+            result = run_smb("bench", "--sizes", "8", "--seconds", "0.01", "--json", *options, coordinator=address)
             assert result.returncode == 0, result.stderr
             assert f"measuring the cluster at {address}, {told}" in result.stderr
             assert {line["transport"] for line in json.loads(result.stdout)} == {"tcp" if options else "shm"}
@@ -89,24 +55,9 @@ def test_a_cluster_of_the_environment_is_measured_by_name() -> None:
 
 def test_verbs_are_measured_or_it_says_why_not() -> None:
     """Without the device `smb bench --transport verbs` ends with what is missing, and measures nothing else instead."""
-    result = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "smb.tools.cli.main",
-            "bench",
-            "--transport",
-            "verbs",
-            "--sizes",
-            "8",
-            "--seconds",
-            "0.01",
-        ],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env={**os.environ, "SMB_VERBS_DEVICE": "none0"},
-    )
+    options = ("--transport", "verbs", "--sizes", "8", "--seconds", "0.01")
+    with _cluster() as address:
+        result = run_smb("bench", *options, coordinator=address, variables={"SMB_VERBS_DEVICE": "none0"})
     assert result.returncode != 0
     assert "no RDMA here: " in " ".join(result.stderr.split())
     assert result.stdout == ""
