@@ -78,9 +78,11 @@ class Cluster:
         """SIGKILL it, if it lives, and forget that it was ready."""
         self.running[name].kill()
 
-    def create(self, name: str = "w") -> Any:
+    def create(self, name: str = "w", stripe: int = MIB) -> Any:
         """Create a buffer with a segment on each server."""
-        request = pb.CreateBufferRequest(name=name, shape=[3 * MIB], dtype="uint8", server_names=SERVERS)
+        request = pb.CreateBufferRequest(
+            name=name, shape=[3 * stripe], dtype="uint8", server_names=SERVERS, stripe_bytes=stripe
+        )
         return self.stub.CreateBuffer(request, timeout=CALL_S, wait_for_ready=True)
 
     def delete(self, name: str = "w") -> None:
@@ -149,7 +151,7 @@ class Writer:
 
 @pytest.fixture(scope="module")
 def writer(cluster: Cluster) -> Iterator[Writer]:
-    cluster.create("steady")
+    cluster.create("steady", 4096)  # a larger one takes the processors for which the daemons wait
     added = make_event()
     process = spawn(add_forever, cluster.address, "tcp", "steady", added, PAUSE_S, PAUSE_AFTER)
     made = Writer(process, added)
