@@ -31,14 +31,17 @@ WITH_STATE = [rule for rule in RULES if RULES[rule].states]
 
 
 @pytest.fixture
-def cluster() -> Iterator[smb.LocalCluster]:
+def own() -> Iterator[smb.LocalCluster]:
+    """A cluster of the test, for one whose servers die or are emptied."""
     with smb.LocalCluster(servers=3, capacity="32MiB") as made:
         yield made
 
 
 @pytest.fixture
-def client(cluster: smb.LocalCluster) -> Iterator[smb.Client]:
-    with tidy(cluster, 60.0) as made:
+def client(request: pytest.FixtureRequest) -> Iterator[smb.Client]:
+    """A client of the test's cluster: its own one if it has that, else the worker's."""
+    name = "own" if "own" in request.fixturenames else "cluster"
+    with tidy(request.getfixturevalue(name), 60.0) as made:
         yield made
 
 
@@ -117,13 +120,13 @@ def test_rules_with_a_state_are_as_stated(cluster: smb.LocalCluster, client: smb
 
 
 @pytest.mark.parametrize("rule", ["momentum", "adam"])
-def test_hosts_are_lost_between_steps(cluster: smb.LocalCluster, client: smb.Client, rule: str) -> None:
+def test_hosts_are_lost_between_steps(own: smb.LocalCluster, client: smb.Client, rule: str) -> None:
     """Each in turn, with its memory; the next step begins at once, and the last one is still there."""
     model = Model(client, rule)
     model.turn()
     for _ in range(times(1, 10)):
-        for name in [server.name for server in cluster.servers]:
-            lost = lose(cluster, name)
+        for name in [server.name for server in own.servers]:
+            lost = lose(own, name)
             model.turn()
             model.check()
             model.places()
@@ -132,10 +135,10 @@ def test_hosts_are_lost_between_steps(cluster: smb.LocalCluster, client: smb.Cli
             model.turn()
     model.check()
     model.places()
-    second_copy.check_copies(client, cluster.memory_directory)
+    second_copy.check_copies(client, own.memory_directory)
 
 
-def test_hosts_are_lost_during_steps(cluster: smb.LocalCluster, client: smb.Client) -> None:
+def test_hosts_are_lost_during_steps(own: smb.LocalCluster, client: smb.Client) -> None:
     """Two clients' momentum steps: no call fails, m counts to K, and the weights have gained 1 + 2 + ... + K."""
     weights = client.create("weights", SIZE, stripe="64KiB", replicas=2)
     client.create("gradient", like=weights, replicas=2).fill(1)
@@ -145,7 +148,7 @@ def test_hosts_are_lost_during_steps(cluster: smb.LocalCluster, client: smb.Clie
 
     def work(number: int) -> None:
         try:
-            with smb.connect(cluster.address, transport=("auto", "tcp")[number], timeout=60) as ours:
+            with smb.connect(own.address, transport=("auto", "tcp")[number], timeout=60) as ours:
                 w, g, m = (ours.open(name) for name in ("weights", "gradient", "m"))
                 while not ends.is_set():
                     if done[number] < STEPS_MAX // 2:
@@ -161,11 +164,11 @@ def test_hosts_are_lost_during_steps(cluster: smb.LocalCluster, client: smb.Clie
         thread.start()
     try:
         for _ in range(times(1, 10)):
-            for name in [server.name for server in cluster.servers]:
+            for name in [server.name for server in own.servers]:
                 before = list(done)
                 wait_for(lambda before=before: failed or all(map(int.__gt__, done, before)), "steps", 60.0)
                 time.sleep(rng.uniform(0.0, 0.1))
-                lost = lose(cluster, name)
+                lost = lose(own, name)
                 wait_until_whole(client, lost)
                 lost.start()
     finally:
@@ -177,10 +180,10 @@ def test_hosts_are_lost_during_steps(cluster: smb.LocalCluster, client: smb.Clie
     assert (state.read() == steps).all()
     assert (weights.read() == steps * (steps + 1) // 2 + sum(done) - steps).all()
     places(client, "weights", "m")
-    second_copy.check_copies(client, cluster.memory_directory)
+    second_copy.check_copies(client, own.memory_directory)
 
 
-def test_a_drain_moves_all_of_them(cluster: smb.LocalCluster, client: smb.Client) -> None:
+def test_a_drain_moves_all_of_them(own: smb.LocalCluster, client: smb.Client) -> None:
     """Each copy goes with the others; steps go on meanwhile and afterwards."""
     model = Model(client, "adam")
     before = model.places()
@@ -196,7 +199,7 @@ def test_a_drain_moves_all_of_them(cluster: smb.LocalCluster, client: smb.Client
         client._coordinator.drain_server(leaving, 20.0, undo=True)
         model.check()
     assert model.places() != before
-    second_copy.check_copies(client, cluster.memory_directory)
+    second_copy.check_copies(client, own.memory_directory)
 
 
 def test_a_state_that_is_created_while_a_copy_is_lost() -> None:
@@ -278,7 +281,7 @@ def test_states_are_deleted_during_steps(cluster: smb.LocalCluster, client: smb.
     second_copy.check_copies(client, cluster.memory_directory)
 
 
-def test_a_state_outlives_its_weights(cluster: smb.LocalCluster, client: smb.Client) -> None:
+def test_a_state_outlives_its_weights(own: smb.LocalCluster, client: smb.Client) -> None:
     """Those that are left go on together, and others join them."""
     weights = client.create("w", SIZE, stripe="64KiB", replicas=2)
     m = client.create("m", state_of=weights)
@@ -286,7 +289,7 @@ def test_a_state_outlives_its_weights(cluster: smb.LocalCluster, client: smb.Cli
     m.fill(2)
     v.fill(3)
     client.delete("w")
-    lost = lose(cluster, m.layout.segments[0].server)
+    lost = lose(own, m.layout.segments[0].server)
     assert (m.read() == 2).all()
     assert (v.read() == 3).all()
     wait_until_whole(client, lost)
