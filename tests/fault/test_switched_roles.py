@@ -36,9 +36,9 @@ class Switched(Drained):
         with closing(Coordinator(self.address, find_credentials())) as coordinator:
             return coordinator.rebalance(10.0, dry_run=dry_run)
 
-    def roll(self) -> None:
-        """Restart each server as an upgrade does."""
-        for name in NAMES:
+    def roll(self, names: Iterable[str] = NAMES) -> None:
+        """Restart these servers one after the other, as an upgrade does."""
+        for name in names:
             assert self.servers[name].stop() == 0
             self.restart(name)
             self.wait_for_servers()
@@ -102,42 +102,56 @@ def test_servers_get_their_primaries_back(tmp_path: Path) -> None:
 
 
 # More than 5 s: as above.
-@pytest.mark.parametrize("secured", [False, *([True] if LONG else [])])
+@pytest.mark.skipif(not LONG, reason="the next test begins with it; SMB_LONG=1")
+@pytest.mark.parametrize("secured", [False, True])
 def test_rebalance_switches_roles(tmp_path: Path, secured: bool, request: pytest.FixtureRequest) -> None:
     """Without a copy: the same files are there afterwards. Until it is asked for, roles stay as they are."""
     certificates = request.getfixturevalue("certificates") if secured else None
     with switched(tmp_path, 0.0, certificates) as pool:
-        before = pool.files()
-        assert any(map(pool.uneven, SPREAD)), "the restarts left primaries as they were"
-        moves = pool.rebalance().moves
-        assert any(move.switches for move in moves)
-        if all(move.switches for move in moves):
-            pool.wait_until_balanced()
-            assert pool.files() == before
-        else:  # copies lie elsewhere after moves, so that more roles may have to switch than were planned before
-            pool.rebalance_until_balanced()
+        switch(pool)
+
+
+def switch(pool: Switched) -> None:
+    """Ask for it after a rolling restart, and wait for it."""
+    before = pool.files()
+    assert any(map(pool.uneven, SPREAD)), "the restarts left primaries as they were"
+    moves = pool.rebalance().moves
+    assert any(move.switches for move in moves)
+    if all(move.switches for move in moves):
+        pool.wait_until_balanced()
+        assert pool.files() == before
+    else:  # copies lie elsewhere after moves, so that more roles may have to switch than were planned before
+        pool.rebalance_until_balanced()
 
 
 # More than 5 s: as above, and the coordinator is killed.
 @pytest.mark.parametrize("victim", ["", *(["primary", "backup"] if LONG else [])])
-@pytest.mark.parametrize("point", SWITCHING)
-def test_the_coordinator_is_killed_while_roles_switch(tmp_path: Path, point: str, victim: str) -> None:
-    """At each step, alone or with one of the two servers, which keeps its memory: work goes on."""
+def test_the_coordinator_is_killed_while_roles_switch(tmp_path: Path, victim: str) -> None:
+    """At each step, alone or with one of the two servers, which keeps its memory: work goes on. Before that roles
+    switch as nobody dies.
+    """
     with switched(tmp_path, 0.0) as pool:
-        pool.restart_coordinator(point)
-        pool.wait_for_servers()
-        move = next(move for move in pool.rebalance(dry_run=True).moves if move.switches)
-        with suppress(smb.Error):
-            pool.rebalance()
-        assert pool.coordinator.wait() == -signal.SIGKILL
-        pool.coordinator.ready_file.unlink(missing_ok=True)
-        name = {"primary": move.leaving, "backup": move.target}.get(victim, "")
-        if name:
-            pool.servers[name].kill()
-        pool.restart_coordinator()
-        if name:
-            pool.restart(name)
-        pool.wait_for_servers()
-        pool.wait_for_copies(60.0)
-        pool.wait_for_work(20.0)
-        pool.rebalance_until_balanced()
+        switch(pool)
+        for point in SWITCHING:
+            pool.roll(NAMES[:1])  # its primaries are where their copies were
+            switch_and_kill(pool, point, victim)
+
+
+def switch_and_kill(pool: Switched, point: str, victim: str) -> None:
+    pool.restart_coordinator(point)
+    pool.wait_for_servers()
+    move = next(move for move in pool.rebalance(dry_run=True).moves if move.switches)
+    with suppress(smb.Error):
+        pool.rebalance()
+    assert pool.coordinator.wait() == -signal.SIGKILL
+    pool.coordinator.ready_file.unlink(missing_ok=True)
+    name = {"primary": move.leaving, "backup": move.target}.get(victim, "")
+    if name:
+        pool.servers[name].kill()
+    pool.restart_coordinator()
+    if name:
+        pool.restart(name)
+    pool.wait_for_servers()
+    pool.wait_for_copies(60.0)
+    pool.wait_for_work(20.0)
+    pool.rebalance_until_balanced()
