@@ -21,6 +21,7 @@ import smb
 import smb.train
 from smb.config.parse import TRAIN_HOST_VARIABLE
 from smb.train.exchange.elastic_force import Elastic
+from tests.fault.long import times
 from tests.support.clients import in_process
 from tests.support.daemons import wait_for
 from tests.support.elastic import Values, check_sum, record_sent, recorded, train_and_record
@@ -28,7 +29,7 @@ from tests.support.training import together
 
 HSGD = ["hsgd-taken", "hsgd-written", "hsgd-base-shared", "hsgd-sent"]
 
-SIZE = 1_000_000
+SIZE = times(300_000, 1_000_000)  # several chunks on each server
 LEASE_S = 0.6
 TOLERANCE = 2e-4
 PATIENCE_S = 60
