@@ -34,7 +34,7 @@ from tests.support.daemons import stopped, wait_for
 from tests.support.floods import flooded
 
 LONG = bool(os.environ.get("SMB_LONG"))
-FLOOD_S = 30.0 if LONG else 4.0
+FLOOD_S = 30.0 if LONG else 2.5
 
 
 @pytest.mark.parametrize("everything", [False, True] if LONG else [False])
