@@ -16,7 +16,7 @@ from tests.support.transports import EACH_WAY, FAR
 
 pytestmark = pytest.mark.timeout(LIMIT_S)
 
-READS = times(4_000, 500_000)  # over each transport
+READS = times(2_500, 500_000)  # over each transport
 CHUNK = 16 * 1024 // 8  # elements: small, so that many reads meet a change
 COUNT = 4 * CHUNK
 VERSIONS = 15  # are published at least while the readers read
