@@ -66,9 +66,15 @@ class Reader:
 """
 
 
-def test_reach_ins_grow_fewer() -> None:
+@pytest.fixture(scope="module")
+def modules() -> dict[str, ast.Module]:
+    """The product's, read once."""
+    return sources()
+
+
+def test_reach_ins_grow_fewer(modules: dict[str, ast.Module]) -> None:
     """A private attribute belongs to its module: smb/spi.py has what others need of a client and a buffer."""
-    found = reach_ins(sources())
+    found = reach_ins(modules)
     assert len(found) <= REACH_INS_MAX, "\n".join(map(str, found))
 
 
@@ -82,16 +88,16 @@ def test_a_reach_in_is_found() -> None:
     }
 
 
-def test_a_class_name_stands_for_one_class() -> None:
+def test_a_class_name_stands_for_one_class(modules: dict[str, ast.Module]) -> None:
     """Whoever reads or searches for a name finds one thing. Our own classes in functions count, too."""
-    assert shared_names(sources()) == SHARED_NAMES
+    assert shared_names(modules) == SHARED_NAMES
 
 
 def test_a_shared_name_is_found() -> None:
     """At any depth, also twice in one module; a name that is used in many modules is none."""
     inner = "def make():\n    class Box: ...\n    return Box\n"
-    modules = {"a.py": "class Box: ...\nclass Lid: ...", "b.py": inner, "c.py": "from a import Lid\nLid()"}
-    assert shared_names({path: ast.parse(text) for path, text in modules.items()}) == {"Box": ("a.py", "b.py")}
+    planted = {"a.py": "class Box: ...\nclass Lid: ...", "b.py": inner, "c.py": "from a import Lid\nLid()"}
+    assert shared_names({path: ast.parse(text) for path, text in planted.items()}) == {"Box": ("a.py", "b.py")}
     assert shared_names({"a.py": ast.parse("class Box: ...\n" * 2)}) == {"Box": ("a.py", "a.py")}
 
 
