@@ -18,7 +18,7 @@ import pytest
 from smb._engine import ffi, lib
 from smb.engine import EngineClient
 from smb.errors import InvalidArgumentError
-from tests.support.kernels import ISAS, OPS, Array, every_isa, pointer, reference
+from tests.support.kernels import ISAS, OPS, Array, pointer, reference
 from tests.support.kernels import best_isa_afterwards as best_isa_afterwards
 
 DTYPES: dict[int, np.dtype[Any]] = {
@@ -119,54 +119,55 @@ def examples(dtype: int) -> Iterator[tuple[int, int, int, int, float]]:
         yield int(count), int(random.integers(17)), int(random.integers(17)), seed, draw_scale(dtype, random)
 
 
-@every_isa
 @every_dtype
 @every_op
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # overflow and NaN are what is tested here
-def test_kernel_gives_numpys_bits(isa: int, dtype: int, op: int) -> None:
+def test_kernel_gives_numpys_bits(dtype: int, op: int) -> None:
     """Any length up to 4097, any alignment, any bits, any accepted scale; and nothing beside the range changes."""
-    assert lib.smb_isa_select(isa) == lib.SMB_OK
     for count, target_shift, source_shift, seed, scale in examples(dtype):
-        told = f"count={count} shifts={target_shift},{source_shift} seed={seed} scale={scale!r}"
-        memory = random_values(dtype, count + target_shift + 2 * GUARD, seed)
-        target = memory[target_shift + GUARD : target_shift + GUARD + count]
+        before = random_values(dtype, count + target_shift + 2 * GUARD, seed)
+        at = slice(target_shift + GUARD, target_shift + GUARD + count)
         source = random_values(dtype, count + source_shift, seed + 1)[source_shift:]
-        expected = memory.copy()
-        expected[target_shift + GUARD : target_shift + GUARD + count] = reference(op, target, source, scale)
-        untouched = source.copy()
-        assert apply(dtype, op, target, source, scale) == lib.SMB_OK, told
-        assert_same(dtype, memory, expected, told)
-        assert bits(source).tobytes() == bits(untouched).tobytes(), told
+        expected, untouched = before.copy(), source.copy()
+        expected[at] = reference(op, before[at], source, scale)
+        for isa, name in enumerate(ISAS):
+            told = f"{name} count={count} shifts={target_shift},{source_shift} seed={seed} scale={scale!r}"
+            memory = before.copy()
+            assert lib.smb_isa_select(isa) == lib.SMB_OK
+            assert apply(dtype, op, memory[at], source, scale) == lib.SMB_OK, told
+            assert_same(dtype, memory, expected, told)
+            assert bits(source).tobytes() == bits(untouched).tobytes(), told
 
 
-@every_isa
 @pytest.mark.parametrize("dtype", HALVES, ids=[str(DTYPES[dtype]) for dtype in HALVES])
 @every_op
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-def test_every_value_of_16_bits(isa: int, dtype: int, op: int) -> None:
+def test_every_value_of_16_bits(dtype: int, op: int) -> None:
     """All 65536 values of a 16-bit float, against each special one and scaled: no rounding is left to chance."""
-    assert lib.smb_isa_select(isa) == lib.SMB_OK
     every = np.arange(1 << 16, dtype=np.uint16).view(DTYPES[dtype])
     for special in special_values(dtype):
         for scale in (1.0, 0.3):
-            target = np.full(every.size, special, DTYPES[dtype])
-            expected = reference(op, target, every, scale)
-            assert apply(dtype, op, target, every, scale) == lib.SMB_OK
-            assert_same(dtype, target, expected)
+            expected = reference(op, np.full(every.size, special, DTYPES[dtype]), every, scale)
+            for isa, name in enumerate(ISAS):
+                assert lib.smb_isa_select(isa) == lib.SMB_OK
+                target = np.full(every.size, special, DTYPES[dtype])
+                assert apply(dtype, op, target, every, scale) == lib.SMB_OK
+                assert_same(dtype, target, expected, f"{name} {special!r} scale={scale}")
 
 
-@every_isa
 @every_dtype
 @every_op
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-def test_target_may_be_source(isa: int, dtype: int, op: int) -> None:
+def test_target_may_be_source(dtype: int, op: int) -> None:
     """A buffer combined with itself: the old value is read everywhere before the new one is stored."""
-    assert lib.smb_isa_select(isa) == lib.SMB_OK
-    for scale in (1.0, 3.0):
-        target = random_values(dtype, COUNT_MAX, 7)
-        expected = reference(op, target, target, scale)
-        assert apply(dtype, op, target, target, scale) == lib.SMB_OK
-        assert_same(dtype, target, expected)
+    for isa, name in enumerate(ISAS):
+        print(name)
+        assert lib.smb_isa_select(isa) == lib.SMB_OK
+        for scale in (1.0, 3.0):
+            target = random_values(dtype, COUNT_MAX, 7)
+            expected = reference(op, target, target, scale)
+            assert apply(dtype, op, target, target, scale) == lib.SMB_OK
+            assert_same(dtype, target, expected)
 
 
 @every_op
@@ -186,24 +187,25 @@ def test_scale_of_integers_is_an_integer_of_the_dtype(op: int, dtype: int) -> No
         assert apply(dtype, op, target, source, scale) == lib.SMB_OK
 
 
-@every_isa
 @pytest.mark.parametrize("op", BITS, ids=[function.__name__ for function in BITS.values()])
 @pytest.mark.parametrize("dtype", WITH_BITS, ids=[str(dtype) for dtype in WITH_BITS.values()])
-def test_operations_on_bits_are_numpys(isa: int, dtype: int, op: int) -> None:
+def test_operations_on_bits_are_numpys(dtype: int, op: int) -> None:
     """Any bits at any alignment, of each width; another scale than 1 is refused and changes nothing."""
-    assert lib.smb_isa_select(isa) == lib.SMB_OK
-    form, random = WITH_BITS[dtype], np.random.default_rng(5)
-    for count, shift in ((0, 0), (1, 1), (70, 3), (COUNT_MAX, 0), (COUNT_MAX, 1)):
-        memory, source = (
-            random.integers(0, 2, size, np.uint8).view(bool) if form.kind == "b" else
-            np.frombuffer(random.bytes(size * form.itemsize), form).copy()
-            for size in (count + 2 * GUARD + shift, count)
-        )  # fmt: skip
-        expected, target = memory.copy(), memory[GUARD + shift : GUARD + shift + count]
-        expected[GUARD + shift : GUARD + shift + count] = BITS[op](target, source)
-        assert apply(dtype, op, target, source, 2.0) == lib.SMB_INVALID
-        assert apply(dtype, op, target, source, 1.0) == lib.SMB_OK
-        assert memory.tobytes() == expected.tobytes()
+    for isa, name in enumerate(ISAS):
+        print(name)
+        assert lib.smb_isa_select(isa) == lib.SMB_OK
+        form, random = WITH_BITS[dtype], np.random.default_rng(5)
+        for count, shift in ((0, 0), (1, 1), (70, 3), (COUNT_MAX, 0), (COUNT_MAX, 1)):
+            memory, source = (
+                random.integers(0, 2, size, np.uint8).view(bool) if form.kind == "b" else
+                np.frombuffer(random.bytes(size * form.itemsize), form).copy()
+                for size in (count + 2 * GUARD + shift, count)
+            )  # fmt: skip
+            expected, target = memory.copy(), memory[GUARD + shift : GUARD + shift + count]
+            expected[GUARD + shift : GUARD + shift + count] = BITS[op](target, source)
+            assert apply(dtype, op, target, source, 2.0) == lib.SMB_INVALID
+            assert apply(dtype, op, target, source, 1.0) == lib.SMB_OK
+            assert memory.tobytes() == expected.tobytes()
 
 
 def test_only_numbers_of_dtypes_and_ops_are_known() -> None:
