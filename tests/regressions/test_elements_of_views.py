@@ -13,8 +13,10 @@ import pytest
 
 import smb
 from tests.conftest import Connect
+from tests.fault.long import times
 
 _COUNT = 1 << 16  # elements: a chunk of float32, two of int64
+ROUNDS = times(15, 60)
 _SMALL = ((1, 7), (13, 101), (1000, 1003), (3000, 5001))  # elements, and from where
 
 
@@ -39,7 +41,7 @@ def test_an_element_is_the_old_or_the_new_one(connect: Connect, transport: str) 
         changes = _changes(
             changing.open(f"x-{dtype}"), [np.full(_COUNT, each, bits).view(dtype) for each in (low, high)]
         )
-        for _ in range(30):
+        for _ in range(ROUNDS):
             begun = [change() for change in islice(changes, 28)]
             while not all(each.done() for each in begun):
                 seen = view.copy()
