@@ -57,13 +57,13 @@ def files(cluster: smb.LocalCluster) -> int:
     return len(list(cluster.memory_directory.rglob("*.segment")))
 
 
-# More than 5 s: some hundred names, one after the other, and then a lease until the last are freed.
+# More than 5 s: a hundred names, one after the other, and then a lease until the last are freed.
 def test_names_that_were_used_once_are_freed(cluster: smb.LocalCluster) -> None:
     """All of them, with their memory, on the server and in the coordinator's books; a buffer stays."""
     with smb.connect(cluster.address) as client:
         kept = client.create("kept", 8)
         before = used_bytes(client)
-        for index in range(times(NAMES // 10, NAMES // 2)):
+        for index in range(times(NAMES // 20, NAMES // 2)):
             with client.lock(f"once/{index}"):
                 pass
             assert client.barrier(f"once/{index}", 1) == 0
