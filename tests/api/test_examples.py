@@ -42,8 +42,8 @@ def run_example(name: str, *arguments: str, limit_s: float = 110.0) -> list[str]
 @pytest.mark.parametrize(
     "name",
     [
-        "parameter_server.py",
-        *(pytest.param(name, marks=AT_NIGHT) for name in ("counters.py", "reader_writer.py", "taking_turns.py")),
+        pytest.param(name, marks=AT_NIGHT)
+        for name in ("parameter_server.py", "counters.py", "reader_writer.py", "taking_turns.py")
     ],
 )
 def test_an_example_runs(name: str) -> None:
