@@ -10,11 +10,12 @@ import pytest
 
 import smb
 from tests.conftest import Connect
+from tests.fault.long import times
 from tests.support.clients import TURN, add, add_whole, count_up, pattern, read_whole, run_together, swap_up
 from tests.support.transports import FAR, MIXED
 
 SIZE = 3 * 5 * 65536 + 12_345  # odd, many stripes on each server, the last one short
-ROUNDS = 15
+ROUNDS = times(9, 15)
 SEED = 100
 
 
@@ -51,10 +52,10 @@ def test_sums_are_exact(connect: Connect, cluster: smb.LocalCluster, dtype: str)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "uint8"])
 def test_sums_of_small_types_are_exact(connect: Connect, cluster: smb.LocalCluster, dtype: str) -> None:
     """Ones added by 4 processes to types of 8 and 16 bits, as far as these hold every integer: exact."""
-    size = 300_001
+    size, additions = 300_001, times(20, 50)
     buffer = connect().create("w", size, dtype, stripe="64KiB")
-    run_together(*((add_whole, cluster.address, transport, "w", 50) for transport in MIXED))
-    np.testing.assert_array_equal(buffer.read().astype(np.int64), np.full(size, 200))
+    run_together(*((add_whole, cluster.address, transport, "w", additions) for transport in MIXED))
+    np.testing.assert_array_equal(buffer.read().astype(np.int64), np.full(size, len(MIXED) * additions))
 
 
 def test_tickets_are_drawn_once(connect: Connect, cluster: smb.LocalCluster) -> None:
