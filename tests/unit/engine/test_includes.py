@@ -131,7 +131,8 @@ def declared_elsewhere(csrc: Path, found: Symbols) -> list[str]:
     ]
 
 
-# More than 5 s: the build with failpoints is compiled if nobody has yet.
+# More than 5 s: the build with failpoints is compiled if nobody has yet, in the long form with optimization.
+@pytest.mark.timeout(900)
 def test_the_engine_calls_as_it_includes() -> None:
     """The same law for what the linker resolves, and no file calls back to one that calls it."""
     found = symbols(ROOT / "csrc", build("failpoints").directory / "objects" / "csrc")
