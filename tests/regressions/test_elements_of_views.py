@@ -16,7 +16,7 @@ from tests.conftest import Connect
 from tests.fault.long import times
 
 _COUNT = 1 << 16  # elements: a chunk of float32, two of int64
-ROUNDS = times(15, 60)
+ROUNDS = times(30, 60)
 _SMALL = ((1, 7), (13, 101), (1000, 1003), (3000, 5001))  # elements, and from where
 
 
