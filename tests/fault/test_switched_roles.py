@@ -44,6 +44,14 @@ class Switched(Drained):
             self.wait_for_servers()
             self.wait_for_copies(60.0)
 
+    def roll_until_uneven(self) -> None:
+        """Restart one server after the other until a switch is wanted: the first one's primaries are elsewhere then."""
+        for name in NAMES * 2:
+            self.roll([name])
+            if any(move.switches for move in self.rebalance(dry_run=True).moves):
+                return
+        raise AssertionError("the restarts left primaries as they were")
+
     def wait_until_balanced(self) -> None:
         """The primaries of each buffer over three servers lie as evenly as its copies allow."""
         wait_for(lambda: not any(map(self.uneven, SPREAD)), "balanced primaries", 60.0)
@@ -133,7 +141,7 @@ def test_the_coordinator_is_killed_while_roles_switch(tmp_path: Path, victim: st
     with switched(tmp_path, 0.0) as pool:
         switch(pool)
         for point in SWITCHING:
-            pool.roll(NAMES[:1])  # its primaries are where their copies were
+            pool.roll_until_uneven()
             switch_and_kill(pool, point, victim)
 
 
