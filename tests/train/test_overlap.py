@@ -499,6 +499,40 @@ def test_a_refusal_is_told_though_the_model_could_not_be_read(
         assert shared.worker.status.refused == 1
 
 
+@pytest.mark.parametrize("asks", ["module", "step"])
+def test_a_refusal_is_told_before_anything_is_computed(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch, overlap: str, asks: str
+) -> None:
+    """Values were refused, the shared model could not be read, and no part of it is awaited any more. The next call
+    raises the refusal: a module before it computes with the refused values, the optimizer before it has stepped.
+    """
+    model = Network(1)
+    optimizer = adam(model)
+    with smb.torch.join(model, optimizer, "run", scheme="asp", client=connect(), overlap=overlap) as shared:
+        for number in range(4):
+            step(model, optimizer, 0, number)
+        exchange: Any = shared.worker.exchange
+        restart = exchange.restart
+
+        def away() -> None:
+            raise smb.UnavailableError("away, says the test")
+
+        monkeypatch.setattr(exchange, "restart", away)
+        optimizer.zero_grad()
+        (loss_of(model, 0, 5) * float("nan")).backward()
+        optimizer.step()
+        with pytest.raises(smb.UnavailableError):
+            model.state_dict()
+        model.state_dict()  # has this process's own values, and takes no more parts
+        monkeypatch.setattr(exchange, "restart", restart)
+        stepped = [int(each["step"]) for each in optimizer.state.values()]
+        call: Any = {"module": lambda: model(torch.zeros(1, 1, dtype=torch.int64)), "step": optimizer.step}[asks]
+        with pytest.raises(smb.train.RefusedContributionError, match="NaN"):
+            call()
+        assert [int(each["step"]) for each in optimizer.state.values()] == stepped
+        assert all(each.isfinite().all() for each in model.parameters())
+
+
 def test_a_second_optimizer_of_ones_own(connect: Connect, overlap: str) -> None:
     """Its parameters have gradients that the joined one's step leaves: no reason to refuse the next call."""
     model = Network(1)
