@@ -33,6 +33,7 @@ int smb_client_create(uint64_t session, struct smb_client **client)
         return SMB_OUT_OF_MEMORY;
     made->references = 1;
     made->session = session;
+    made->pid = getpid();
     made->wake_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     if (made->wake_fd < 0) {
         int saved = errno;
@@ -81,6 +82,11 @@ void smb_client_counters(struct smb_client *client, struct smb_client_counters *
         counters->failed[i] = stats_read(&stats->failed[i]);
     counters->repeated_total = stats_read(&stats->repeated);
     counters->spoilt_total = smb_client_spoilt(client);
+}
+
+bool client_is_ours(const struct smb_client *client)
+{
+    return client->pid == getpid();
 }
 
 void client_wake_progress(struct smb_client *client)

@@ -29,6 +29,7 @@ struct smb_client {
     uint64_t session;
     bool checksums;   /* set before the first link is made */
     bool wants_proof; /* set before the first link is made */
+    pid_t pid;        /* the process that made it */
     _Atomic uint64_t spoilt;
     pthread_mutex_t mutex;
     pthread_cond_t link_wanted;
@@ -58,6 +59,9 @@ bool client_has_look(void);
 struct smb_client *client_retain(struct smb_client *client);
 void client_release(struct smb_client *client);
 void client_wake_progress(struct smb_client *client);
+/* False in a child of fork, which has a mere copy: the connections are the parent's, and a thread
+ * that the child lacks may hold the mutex. */
+bool client_is_ours(const struct smb_client *client);
 
 /* The flags of every frame that the client sends. */
 static inline uint16_t client_frame_flags(const struct smb_client *client)

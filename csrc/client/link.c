@@ -120,6 +120,8 @@ uint64_t smb_link_id(struct smb_link *link)
 
 void smb_link_close(struct smb_link *link)
 {
+    if (!client_is_ours(link->client))
+        return;
     atomic_store(&link->closing, true);
     link_want(link, false);
     client_wake_progress(link->client);

@@ -49,8 +49,12 @@ int smb_ask_wait(struct smb_pending *pending, uint32_t timeout_ms, struct smb_re
     return reply->status;
 }
 
-void smb_ask_end(struct smb_pending *pending)
+void smb_ask_end(struct smb_pending **request)
 {
+    struct smb_pending *pending = *request;
+    if (!pending || !client_is_ours(pending->stream.link->client))
+        return;
+    *request = NULL;
     struct smb_client *client = pending->stream.link->client;
     /* If the call is not done, the progress thread gives it up in its next round. */
     atomic_store(&pending->call.deadline_ns, 0);

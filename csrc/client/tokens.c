@@ -129,7 +129,7 @@ static int show_now(struct smb_link *link, const struct smb_token *token,
     uint64_t now_ns = smb_now_ns();
     status = smb_ask_wait(
         pending, now_ns < deadline_ns ? (uint32_t)((deadline_ns - now_ns) / 1000000U) : 0, reply);
-    smb_ask_end(pending);
+    smb_ask_end(&pending);
     return status == SMB_BUSY ? SMB_TIMEOUT : reply->status;
 }
 

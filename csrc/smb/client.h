@@ -102,7 +102,8 @@ int smb_link_connected(struct smb_link *link);
 /* The number by which smb_client_wait_down names the link. */
 uint64_t smb_link_id(struct smb_link *link);
 /* Closes the link, without waiting for that, and drops the caller's reference. Its calls end as
- * lost. Buffers keep their own references. */
+ * lost. Buffers keep their own references. In a child of fork it does nothing: the parent uses the
+ * connection. */
 void smb_link_close(struct smb_link *link);
 /* Blocks until a link has calls but no connection, and gives the caller charge of that link: the
  * caller must resume the link (smb_link_resume_*) or let it go (smb_link_let_go). SMB_TIMEOUT.
@@ -170,9 +171,10 @@ struct smb_pending;
  * *pending with smb_ask_end. SMB_UNTRUSTED as smb_buffer_set_link, except for AUTHORIZE. */
 int smb_ask_start(struct smb_link *link, const struct smb_ask *ask, struct smb_pending **pending);
 int smb_ask_wait(struct smb_pending *pending, uint32_t timeout_ms, struct smb_reply *reply);
-/* Frees the request. If it is not answered yet it is given up, and a lock that its answer brings is
- * released at once. */
-void smb_ask_end(struct smb_pending *pending);
+/* Frees the request, unless it is NULL, and sets it to NULL. If it is not answered yet it is given
+ * up, and a lock that its answer brings is released at once. In a child of fork it does nothing:
+ * the request is the parent's. */
+void smb_ask_end(struct smb_pending **pending);
 
 /* The outcomes of the parts of a failed call. Reference counted. */
 struct smb_unknown;

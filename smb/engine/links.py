@@ -228,7 +228,7 @@ class Link:
 
     def __init__(self, client: EngineClient, pointer: Any) -> None:
         self._client = client  # the C side points to the client's
-        self.pointer = ffi.gc(pointer, functools.partial(_close_link, os.getpid()))
+        self.pointer = ffi.gc(pointer, lib.smb_link_close)
         self.id = int(lib.smb_link_id(pointer))
 
     def beside(self, lane: int, follows: bool) -> Link:
@@ -349,10 +349,11 @@ class PendingRequest:
         ask.opcode, ask.segment, ask.epoch, ask.argument = opcode, segment_id, epoch, argument
         for index, word in enumerate(words):
             ask.words[index] = word
-        self.link = link
+        # NULL before it is sent, and after its end. A signal handler may raise before the caller has this object. Then
+        # C ends the request: from a __del__ nothing can be raised, so what a handler raises there would be lost.
+        self._made = ffi.gc(ffi.new("struct smb_pending **"), lib.smb_ask_end)
         self._reply = ffi.new("struct smb_reply *")
-        self._pid = os.getpid()
-        self._made = ffi.new("struct smb_pending **")  # NULL before it is sent, and after its end
+        self.link = link  # after `_made`, which goes first
         check(lib.smb_ask_start(link.pointer, ask, self._made))
 
     def wait(self, timeout_ms: int) -> Reply | None:
@@ -364,21 +365,7 @@ class PendingRequest:
 
     def end(self) -> None:
         """Drop the request. A request without an answer is given up."""
-        pointer, self._made[0] = self._made[0], ffi.NULL
-        if pointer:
-            lib.smb_ask_end(pointer)
-
-    def __del__(self) -> None:
-        # A signal handler may have raised before the caller had this object. A child of fork has a mere copy of it.
-        made = getattr(self, "_made", None)
-        if made is not None and made[0] and self._pid == os.getpid():
-            self.end()
-
-
-def _close_link(made_by_pid: int, pointer: Any) -> None:
-    # A child of fork shares the connection: a shutdown there would end it under its parent's calls.
-    if os.getpid() == made_by_pid:
-        lib.smb_link_close(pointer)
+        lib.smb_ask_end(self._made)
 
 
 class _TlsPeer:

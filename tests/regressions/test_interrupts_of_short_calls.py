@@ -114,10 +114,21 @@ def test_an_attempt_whose_making_was_interrupted_goes_silently() -> None:
 
 def test_what_a_handler_raises_is_raised_wherever_it_comes(connect: Connect) -> None:
     """An attempt freed its outcome in __del__, from which nothing can be raised: a Ctrl-C that came there was lost."""
-    client = connect("tcp")
-    buffer = client.create("x", 16)
+    buffer = connect("tcp").create("x", 16)
     column = np.ones((16, 2), np.float32)[:, 0]
-    buffer.accumulate(column)  # finds the paths
+    _check_every_place(lambda: buffer.accumulate(column))
+
+
+def test_what_a_handler_raises_in_a_request_that_may_wait_is_raised(connect: Connect) -> None:
+    """Likewise the requests of locks, barriers and versions had a __del__."""
+    published = connect("tcp").create("x", 16, versions=2)
+    published.publish(np.ones(16, np.float32))
+    _check_every_place(lambda: published.wait(1))
+
+
+def _check_every_place(call: Callable[[], object]) -> None:
+    """Check that what is raised at any function of ours that a call enters or returns to ends the call."""
+    call()  # finds the paths
     places = 0
 
     def raised_at(place: int) -> bool:
@@ -131,15 +142,13 @@ def test_what_a_handler_raises_is_raised_wherever_it_comes(connect: Connect) -> 
                     raise _StopError
 
         before = sys.getprofile()
-        gc.disable()  # what it frees may be of other calls, and comes anywhere
         sys.setprofile(look)
         try:
-            buffer.accumulate(column)
+            call()
         except _StopError:
             return True
         finally:
             sys.setprofile(before)
-            gc.enable()
         return False
 
     assert not raised_at(0)

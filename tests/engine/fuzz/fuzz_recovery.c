@@ -239,7 +239,7 @@ static void use(struct smb_server *server)
         struct smb_reply reply;
         MUST(smb_ask_start(link, &ask, &pending) == SMB_OK);
         MUST(smb_ask_wait(pending, 5000, &reply) != SMB_BUSY);
-        smb_ask_end(pending);
+        smb_ask_end(&pending);
     }
     smb_link_close(link);
     smb_client_destroy(client);
