@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Protocol
 
 from smb.buffer_info import BufferInfo
 from smb.call.sync_requests import LOST
-from smb.engine import SOURCES_MAX, crc32c, memory_of
+from smb.config.limits import STRIPE_BYTES_MULTIPLE
+from smb.engine import SOURCES_MAX, crc32c, memory_of, segment_file_bytes
 from smb.rpc import control_pb2 as pb
 from smb.rpc.control_pb2 import TrainingReport
 from smb.rpc.metadata import encode
@@ -39,6 +40,7 @@ __all__ = [
     "opened_by",
     "rename_file",
     "session_of",
+    "smallest_buffer_bytes",
     "versions_of",
 ]
 
@@ -98,6 +100,15 @@ def note_name(buffer: BufferInside, name: str) -> None:
     For files, which make a buffer under a private name.
     """
     buffer._renamed(name)
+
+
+def smallest_buffer_bytes() -> int:
+    """Return the memory in bytes that a buffer of one page takes on its server, with all that the server keeps beside
+    it. A smaller one takes as much.
+
+    For files, which say how many of them there is room for.
+    """
+    return segment_file_bytes(STRIPE_BYTES_MULTIPLE, STRIPE_BYTES_MULTIPLE)
 
 
 def look_up(client: ClientInside, names: Sequence[str], folder: str) -> list[BufferInfo] | None:

@@ -34,11 +34,11 @@ from smb.files.error_codes import refuse
 from smb.files.generations import LATEST
 from smb.files.handles import FileStatus, OpenFile
 from smb.files.namespace import NameTree
+from smb.spi import smallest_buffer_bytes
 
 READ_AHEAD_BYTES = 4 << 20  # the kernel's default of 128 KiB would make a request for each
 DEFAULT_UMASK = 0o022
 _BLOCK_BYTES = 4096
-_FILE_BYTES = 28 << 10  # of a file of up to 4 KiB: its page, and the headers of a segment
 _LINK_MODE = stat.S_IFLNK | 0o777
 _ENDED_BY_SIGNAL = 8  # a result of fuse_main
 _NAME_BYTES_MAX = 255
@@ -239,15 +239,16 @@ class Operations(mfusepy.Operations):  # type: ignore[misc] # mfusepy's types ar
     def statfs(self, path: str) -> dict[str, int]:
         """See statvfs(3): the capacity of the memory servers, and how many of the smallest files it has room for."""
         capacity, free, count = self._tree.space()
+        smallest = smallest_buffer_bytes()
         return {
             "f_bsize": _BLOCK_BYTES,
             "f_frsize": _BLOCK_BYTES,
             "f_blocks": capacity // _BLOCK_BYTES,
             "f_bfree": free // _BLOCK_BYTES,
             "f_bavail": free // _BLOCK_BYTES,
-            "f_files": count + free // _FILE_BYTES,
-            "f_ffree": free // _FILE_BYTES,
-            "f_favail": free // _FILE_BYTES,
+            "f_files": count + free // smallest,
+            "f_ffree": free // smallest,
+            "f_favail": free // smallest,
             "f_namemax": _NAME_BYTES_MAX,
         }
 

@@ -507,6 +507,10 @@ def test_statvfs_counts_what_is_taken(files: Path) -> None:
     assert after.f_namemax == 255
     (files / "w").unlink()
     wait_for(lambda: os.statvfs(files).f_bavail == before.f_bavail, "memory of the removed file")
+    (files / "small").write_bytes(b"x")
+    small = (before.f_bavail - os.statvfs(files).f_bavail) * before.f_frsize
+    assert before.f_ffree == before.f_favail == before.f_bavail * before.f_frsize // small  # so many more fit
+    (files / "small").unlink()
 
 
 def test_a_rename_over_an_open_file(files: Path) -> None:
