@@ -10,9 +10,11 @@ import subprocess
 import time
 from pathlib import Path
 
+from smb.config.backoff import Backoff
 from smb.errors import Error
 
 _BUSY_S = 5.0
+_AGAIN_FIRST_S, _AGAIN_MAX_S = 0.05, 0.2
 _log = logging.getLogger("smb.mount")
 
 
@@ -40,6 +42,7 @@ def unmount(directory: Path, *, lazy: bool = False) -> None:
     """Unmount; with `lazy`, even if it is in use. Raises Error with fusermount3's message."""
     command = ["fusermount3", "-u", *(["-z"] if lazy else []), "--", str(directory)]
     end = time.monotonic() + _BUSY_S
+    backoff = Backoff(_AGAIN_FIRST_S, _AGAIN_MAX_S, lambda: end - time.monotonic())
     while True:
         try:
             done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603 - no shell
@@ -51,10 +54,10 @@ def unmount(directory: Path, *, lazy: bool = False) -> None:
             raise Error(f"no cluster is mounted at {directory}")
         # A file that was just closed is released a moment later.
         busy = "busy" in done.stderr
-        if not busy or time.monotonic() > end:
+        if not busy or time.monotonic() >= end:
             hint = "; --lazy unmounts it even while it is in use" if busy else ""
             raise Error(f"unmounting {directory} failed: {done.stderr.strip()}{hint}")
-        time.sleep(0.05)
+        time.sleep(backoff.next_s())
 
 
 def _is_ours(directory: Path) -> bool:

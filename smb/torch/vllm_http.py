@@ -10,9 +10,10 @@ import urllib.error
 import urllib.request
 from typing import Any
 
+from smb.config.backoff import Backoff
 from smb.errors import Error, UnavailableError
 
-_ASK_AGAIN_S = 1.0  # between two questions whether a server has started
+_AGAIN_FIRST_S, _AGAIN_MAX_S = 0.5, 2.0  # between two questions whether a server has started
 _SAID_MAX = 2000  # bytes of a server's answer that an error repeats
 _log = logging.getLogger("smb")
 
@@ -31,6 +32,7 @@ class Server:
 
     def started(self, end: float) -> bool:
         """Wait until it answers, or until `end` of the monotonic clock. Return whether it does."""
+        backoff = Backoff(_AGAIN_FIRST_S, _AGAIN_MAX_S, lambda: end - time.monotonic())
         while True:
             try:
                 self._call("GET", "health")
@@ -39,7 +41,7 @@ class Server:
                 if time.monotonic() >= end:
                     _log.warning("vLLM server is left out until it answers: %s", error)
                     return False
-            time.sleep(_ASK_AGAIN_S)
+            time.sleep(backoff.next_s())
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """Have the workers follow a published state."""
