@@ -151,7 +151,7 @@ class Buffer(Indexed, Direct):
 
     @property
     def versions(self) -> int:
-        """The number of copies: 2 to 16 if a read never mixes two publications, else 1."""
+        """The number of slots for versions: 2 to 16 if a read never mixes two publications, else 1."""
         return self._arguments.info.versions
 
     @property
@@ -386,7 +386,7 @@ class Buffer(Indexed, Direct):
         out=; such a call works on a copy of that part.
 
         Raises TransportError if a segment is not on this host or not reached over shared memory, and
-        InvalidArgumentError for buffers with several copies or that may move.
+        InvalidArgumentError for buffers that have several versions or may move.
 
         ```python
         view = buffer.view()
@@ -810,7 +810,7 @@ class Buffer(Indexed, Direct):
         leaves the old one. The new version overwrites the oldest one that no reader has pinned. With versions=1 it is a
         write() with a number.
 
-        Blocks while another publisher has its turn, and while readers have pinned all copies but the latest.
+        Blocks while another publisher has its turn, and while readers have pinned all slots but the latest version's.
 
         - `timeout`, in seconds (default: the client's), bounds this; then TimeoutError, and if the server answered,
           nothing was done.

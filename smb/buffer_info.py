@@ -50,7 +50,7 @@ class BufferInfo:
     layout: Layout
     created: float
     versions: int
-    copy_stride_bytes: int  # from one version's copy to the next one's; 0 for a single copy
+    copy_stride_bytes: int  # from one version's slot to the next one's; 0 for a single slot
     replicas: int = 1  # copies on different servers; SegmentLocation.backup tells which segments have lost one
     wire: str = "exact"  # how elements travel unless a call says otherwise
     mirror_of: str = ""  # the published buffer, if this one is a mirror

@@ -203,7 +203,7 @@ class Client:
         - `like=` takes shape, dtype, servers and stripe from another buffer, so that servers can combine the two.
           Replicas and wire come from it, too, unless they are given. Metadata does not.
         - `exist_ok=True` opens an existing buffer of the same shape and dtype instead. It keeps its own metadata.
-        - `versions=K` (1 to 16) keeps K copies, so that a read never mixes two publications. The buffer changes only by
+        - `versions=K` (1 to 16) makes K slots, so that a read never mixes two publications. The buffer changes only by
           publish() and takes K times the memory. K - 1 versions can be read. With 2, a reader that holds a version
           delays the publication after the next one; with 3, one reader delays none.
         - `replicas=2` keeps a copy of each segment on another server. Any one server and its memory may be lost without

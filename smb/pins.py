@@ -29,7 +29,7 @@ class Pin:
     ```
 
     Entering the block takes the latest version, or the one asked for; all reads through the pin are of that version.
-    Publishers use the other copies meanwhile. With versions=2 the next version can be published, but the publisher of
+    Publishers use the other slots meanwhile. With versions=2 the next version can be published, but the publisher of
     the one after it waits; with versions=K this takes pins on K - 1 different versions. A publisher waits as long as it
     chose (`publish(readers=)`, 30 s by default), counted from when pins first kept a publisher from its turn.
 

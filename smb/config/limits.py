@@ -8,7 +8,7 @@ STRIPE_BYTES_MULTIPLE = 4096  # a page: stripes are mapped side by side
 NAME_CHARACTERS_MAX = 255  # of a buffer, lock or barrier
 RENEWALS_PER_LEASE = 3  # of a server or a session, so that two may get lost
 SPARSE_BYTES_MAX = 1 << 30  # of the result of one sparse read; an element's index takes 8 more in the client's memory
-VERSIONS_MAX = 16  # copies of a buffer: csrc/sync/sync_words.h, SYNC_COPIES_MAX
+VERSIONS_MAX = 16  # slots of a buffer: csrc/sync/sync_words.h, SYNC_SLOTS_MAX
 FILE_ATTRIBUTES_BYTES_MAX = 4096  # of one buffer: rights, times and extended attributes of its file
 
 # Limits for data that others may have written: see untrusted.py.

@@ -470,7 +470,7 @@ static void *call_shared(void *argument)
     return NULL;
 }
 
-static void *call_parked(void *argument)
+static void *call_deferred(void *argument)
 {
     struct deferred *deferred = argument;
     struct reach reach;
@@ -486,11 +486,11 @@ static void *call_parked(void *argument)
  * answered, over every path. */
 static void stopped_holder_parks_requests(void)
 {
-    enum { CHUNK = 4096, PARKED = 5 };
+    enum { CHUNK = 4096, DEFERRED = 5 };
     struct rig rig;
     struct reach reach;
     struct smb_server_counters counters;
-    uint8_t ones[CHUNK], sink[PARKED][CHUNK], value;
+    uint8_t ones[CHUNK], sink[DEFERRED][CHUNK], value;
     memset(ones, 1, sizeof ones);
     pid_t holder = fork_stopped_holder(rig_segment_path(0, 0));
     rig_start(&rig, (struct smb_layout){2 * CHUNK, CHUNK, CHUNK, 1}, SMB_UINT8);
@@ -500,36 +500,36 @@ static void stopped_holder_parks_requests(void)
         .opcode = SMB_ACCUMULATE, .op = SMB_SUM, .scale = 1.0, .bytes = CHUNK, .source = ones};
     struct smb_request fetch = add, read = {.opcode = SMB_READ, .bytes = CHUNK, .sink = sink[1]};
     fetch.sink = sink[0];
-    struct deferred deferred[PARKED] = {{.way = BY_TCP, .request = add},
-                                        {.way = BY_UNIX, .request = add},
-                                        {.way = BY_TCP, .request = fetch},
-                                        {.way = BY_UNIX, .request = read},
-                                        {.way = BY_MAPPING, .request = add}};
-    for (int i = 0; i < PARKED; i++) {
+    struct deferred deferred[DEFERRED] = {{.way = BY_TCP, .request = add},
+                                          {.way = BY_UNIX, .request = add},
+                                          {.way = BY_TCP, .request = fetch},
+                                          {.way = BY_UNIX, .request = read},
+                                          {.way = BY_MAPPING, .request = add}};
+    for (int i = 0; i < DEFERRED; i++) {
         deferred[i].rig = &rig;
-        CHECK_EQ(pthread_create(&deferred[i].thread, NULL, call_parked, &deferred[i]), 0);
+        CHECK_EQ(pthread_create(&deferred[i].thread, NULL, call_deferred, &deferred[i]), 0);
     }
     WAIT_UNTIL(
-        (smb_server_counters(rig.servers[0], &counters), counters.deferred_now == PARKED - 1));
+        (smb_server_counters(rig.servers[0], &counters), counters.deferred_now == DEFERRED - 1));
     for (int i = 0; i < 100; i++) {
         struct smb_request other = add;
         other.offset = CHUNK;
         must(reach.buffer, other);
     }
-    for (int i = 0; i < PARKED; i++)
+    for (int i = 0; i < DEFERRED; i++)
         CHECK(!deferred[i].done);
     struct smb_request late = {
         .opcode = SMB_READ, .bytes = 1, .sink = &value, .timeout_ms = SHORT_MS};
     CHECK_EQ(reach_try(reach.buffer, late), SMB_TIMEOUT);
     /* one request went with its connection */
     WAIT_UNTIL(
-        (smb_server_counters(rig.servers[0], &counters), counters.deferred_now == PARKED - 1));
+        (smb_server_counters(rig.servers[0], &counters), counters.deferred_now == DEFERRED - 1));
     CHECK_EQ(kill(holder, SIGCONT), 0);
-    for (int i = 0; i < PARKED; i++)
+    for (int i = 0; i < DEFERRED; i++)
         pthread_join(deferred[i].thread, NULL);
     CHECK_EQ(waitpid(holder, NULL, 0), holder);
     WAIT_UNTIL((smb_server_counters(rig.servers[0], &counters), counters.deferred_now == 0));
-    CHECK(counters.deferred_total >= PARKED);
+    CHECK(counters.deferred_total >= DEFERRED);
     reach_end(&reach);
     reach_make(&reach, &rig, BY_TCP, 32);
     must(reach.buffer, (struct smb_request){.opcode = SMB_READ, .bytes = 1, .sink = &value});
@@ -675,7 +675,7 @@ static void account_of_a_local_call(void)
 
 /* Sums of two segments that are requested together, the first deferred behind a stopped process:
  * each adds its own source. */
-static void parked_sums_keep_their_sources(void)
+static void deferred_sums_keep_their_sources(void)
 {
     enum { CHUNK = 4096, CHUNKS = 4 };
     struct rig rig;
@@ -715,7 +715,7 @@ static void parked_sums_keep_their_sources(void)
 /* Steps over several chunks, the first deferred behind a process that was stopped in its state's
  * chunk: the weights' chunk is free meanwhile, and each step has its own gradient when it is
  * made. */
-static void parked_steps_hold_nothing(void)
+static void deferred_steps_hold_nothing(void)
 {
     enum { CHUNK = 4096, CHUNKS = 4, FLOATS = CHUNKS * CHUNK / 4 };
     struct rig rig;
@@ -769,7 +769,7 @@ static void parked_steps_hold_nothing(void)
 
 /* The server stops while requests are deferred and connections are open, and waits for none of
  * them. */
-static void server_stops_with_requests_parked(void)
+static void server_stops_with_deferred_requests(void)
 {
     struct rig rig;
     struct smb_server_counters counters;
@@ -824,12 +824,12 @@ int main(void)
         TEST(short_and_long_calls),
         TEST(peer_that_reads_late),
         TEST(stopped_holder_parks_requests),
-        TEST(parked_sums_keep_their_sources),
-        TEST(parked_steps_hold_nothing),
+        TEST(deferred_sums_keep_their_sources),
+        TEST(deferred_steps_hold_nothing),
         TEST(account_of_a_local_call),
         TEST(a_lock_without_a_change_holds_up_no_read),
         TEST(waiting_for_a_local_chunk_holds_up_nobody),
-        TEST(server_stops_with_requests_parked),
+        TEST(server_stops_with_deferred_requests),
     };
     return RUN_TESTS(tests);
 }

@@ -66,7 +66,7 @@ proctype party(byte who)
         :: deaths > 0 -> atomic { deaths--; dead[who] = true }; goto done
         :: true
         fi;
-        /* AWAIT: parked until the round is over */
+        /* AWAIT: deferred until the round is over */
 #ifdef LEAVES_EARLY
         if :: true :: round > mine fi;
 #else
