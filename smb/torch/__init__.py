@@ -10,7 +10,8 @@ from smb.torch.joining import join
 from smb.torch.page_lock import mapped
 from smb.torch.placement import Placement, place
 from smb.torch.publish import Publisher, publish
-from smb.torch.shared_model import Shared, shared_state_dict
+from smb.torch.shared_model import Shared
+from smb.torch.shared_values import shared_state_dict
 
 __all__ = [
     "Explanation",

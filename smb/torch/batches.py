@@ -12,34 +12,46 @@ import smb
 import smb.train
 from smb.config.log import TRAINING
 from smb.errors import Error, InvalidArgumentError, NotFoundError
+from smb.train.steps import there
 
 _log = logging.getLogger("smb")
 _news = logging.getLogger(TRAINING)
 
 
 class BatchUnits:
-    """The work units of one process, from which its batches are made. A further call of `open` replaces them."""
+    """The work units of one process, from which its batches are made. A further call of `begin` replaces them."""
 
-    def __init__(self, client: smb.Client) -> None:
+    def __init__(self, client: smb.Client, name: str, at_end: Callable[[], object]) -> None:
+        """`at_end` is called when this process has done its last batch, before it waits for the others' last ones."""
         self._client = client
+        self._at_end = at_end
+        self._worker: smb.train.Worker
         self._units: smb.train.WorkUnits | None = None
-        self._name = ""
+        self._name = name
         self._end: int | None = None  # the epoch before which the last call without epochs= ends
-        self.left = 0  # batches that were left at the last `open`, for all processes together
 
-    def open(
-        self, worker: smb.train.Worker, rows: int, size: int, epochs: int | None, seed: int
-    ) -> smb.train.WorkUnits:
-        """Return the work units of the worker's training, which end after `epochs`, or, with None, after the epoch of
-        the last call, if that is not done, else after the next one. Raises InvalidArgumentError as Shared.batches.
+    def attach(self, worker: smb.train.Worker) -> None:
+        """Take part as this worker from now on."""
+        self._worker = worker
+
+    def begin(
+        self, rows: int, size: int, epochs: int | None, seed: int
+    ) -> tuple[Iterator[tuple[int, torch.Tensor]], int]:
+        """Return the batches, each with its epoch, and how many all processes together have left. The batches end after
+        `epochs`, or, with None, after the epoch of the last call, if that is not done, else after the next one. Raises
+        InvalidArgumentError as Shared.batches.
         """
+        units, left = self._open(rows, size, epochs, seed)
+        return shuffled_batches(lambda: self._take(units), self._name, rows, seed, epochs), left
+
+    def _open(self, rows: int, size: int, epochs: int | None, seed: int) -> tuple[smb.train.WorkUnits | None, int]:
+        worker = self._worker
         if worker.batch_size is not None:
             raise InvalidArgumentError(
                 "batches(): this training's scheme chooses the size of each batch; use smb.train.WorkUnits instead"
             )
         if self._units is not None:
             self._units.close()
-        self._name = worker.name
         self._units = smb.train.WorkUnits(
             self._client, f"{worker.name}/units", rows, size, seed, epochs=epochs, worker=worker
         )
@@ -56,8 +68,12 @@ class BatchUnits:
             elif self._units.end_after(self._end) == 0:
                 self._end += 1
             epochs = self._end
-        self.left = self._units.end_after(epochs)
-        return self._units
+        return self._units, self._units.end_after(epochs)
+
+    def _take(self, units: smb.train.WorkUnits | None) -> smb.train.Unit | None:
+        assert units is not None
+        with there(self._worker.group):
+            return units.take(self._at_end)
 
     @property
     def used(self) -> bool:

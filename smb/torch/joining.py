@@ -10,7 +10,8 @@ import torch
 import smb
 import smb.train
 from smb.errors import InvalidArgumentError
-from smb.torch.shared_model import Shared, check_overlap
+from smb.torch.exchanges import check_overlap
+from smb.torch.shared_model import Shared
 from smb.torch.tensor_values import lasting
 
 

@@ -21,13 +21,15 @@ from torch.distributed.tensor import DTensor
 import smb.train
 from smb.errors import Error, InvalidArgumentError
 from smb.html_tables import described
-from smb.torch.batches import Batches
+from smb.torch.batches import Batches, BatchUnits
 from smb.torch.mesh_rank import MeshRank
-from smb.torch.model_tensors import ModelCheck, ModelTensors, Statistics, parts_of
+from smb.torch.model_tensors import ModelCheck, ModelTensors, Named, Statistics, parts_of
+from smb.torch.own_joins import OwnJoin
 from smb.torch.rank_calls import RankCalls
 from smb.torch.ranks import Ranks, keeps_alike
 from smb.torch.shards import ShardParameters
-from smb.torch.shared_model import Shared, state_with, values_of
+from smb.torch.shared_model import Shared, counted
+from smb.torch.shared_values import state_with, values_of
 from smb.torch.tensor_values import lasting
 from smb.train import group as groups
 from smb.train import member_table as t
@@ -237,17 +239,19 @@ class MeshShared(Shared):
             self._here.release()
             raise
 
-    def _scheme_waits(self) -> bool:
-        return False  # ranks are processes of their own
+    def _tensors(
+        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, overlap: str
+    ) -> tuple[ModelTensors, Any, Statistics]:
+        parts = parts_of(model, optimizer, sharded=True)
+        return parts, self._mesh, _MeshStatistics(parts.statistics, self._mesh)
 
-    def _takes_part_in(self, name: str, client: Client) -> bool:
-        return False  # the ranks come and go together
+    def _batch_units(self) -> BatchUnits:
+        return _MeshBatchUnits(self._client, self._name, self._mixed.mix_rest, self._ranks, self._calls)
 
-    def _parts(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> ModelTensors:
-        return parts_of(model, optimizer, sharded=True)
-
-    def _parameters(self, parts: ModelTensors) -> Any:
-        return self._mesh
+    def _own_join(self, optimizer: torch.optim.Optimizer) -> OwnJoin:
+        # Ranks are processes of their own, which come and go together.
+        entries, units = self._trained.entries, self._units
+        return OwnJoin(self._name, self._client, None, entries, optimizer, units, self.abandon, waits=False)
 
     def _join(self, *arguments: Any) -> None:
         with self._calls.together():
@@ -263,14 +267,6 @@ class MeshShared(Shared):
         if values is not None:
             self._statistics.values[:] = values
             self._statistics.spread()
-
-    def _collector(self) -> Callable[[], None]:
-        statistics, mesh = self._statistics, self._mesh
-
-        def collect() -> None:
-            statistics.values[:] = mesh.statistics()
-
-        return collect
 
     def _stepped(self) -> None:
         if not self._open:
@@ -345,13 +341,8 @@ class MeshShared(Shared):
 
         def begin() -> tuple[Iterator[tuple[int, torch.Tensor]], int]:
             self._check_open()
-            units = None
-            with self._calls.together():
-                if self._ranks.speaks:
-                    units = self._units.open(self.worker, rows, size, epochs, seed)
-            left = self._ranks.tell(self._units.left if self._ranks.speaks else None)
-            batches = self._batches(units, rows, seed, epochs)
-            return ((epoch, _part_of(batch, share, shares)) for epoch, batch in batches), left
+            batches, left = self._units.begin(rows, size, epochs, seed)
+            return ((epoch, _part_of(batch, share, shares)) for epoch, batch in counted(self, batches)), left
 
         return Batches(begin)
 
@@ -372,14 +363,6 @@ class MeshShared(Shared):
             size = mesh.mesh.shape[names.index(name)]
             share, shares = share * size + coordinate[names.index(name)], shares * size
         return share, shares
-
-    def _taken(self, units: smb.train.WorkUnits | None) -> smb.train.Unit | None:
-        unit = None
-        with self._calls.together():
-            if self._ranks.speaks:
-                unit = super()._taken(units)
-        found: smb.train.Unit | None = self._ranks.tell(unit)
-        return found
 
     @lasting
     def state_dict(self) -> dict[str, Any]:
@@ -427,8 +410,44 @@ class MeshShared(Shared):
                 super()._leave()
                 return
             self._open = False
+            self._own.end()
             self._hook.remove()
             last.push(self.owned)
+
+
+class _MeshStatistics(Statistics):
+    """The running statistics of a member that is a mesh: the mean over its ranks."""
+
+    def __init__(self, tensors: Named, mesh: MeshParameters) -> None:
+        super().__init__(tensors)
+        self._mesh = mesh
+
+    def collect(self) -> None:
+        """Take the mean of all ranks' values."""
+        self.values[:] = self._mesh.statistics()
+
+
+class _MeshBatchUnits(BatchUnits):
+    """The work units of a member that is a mesh: the speaker takes them, and tells the other ranks."""
+
+    def __init__(self, client: Client, name: str, at_end: Callable[[], object], ranks: Ranks, calls: RankCalls) -> None:
+        super().__init__(client, name, at_end)
+        self._ranks, self._calls = ranks, calls
+
+    def _open(self, rows: int, size: int, epochs: int | None, seed: int) -> tuple[smb.train.WorkUnits | None, int]:
+        units, left = None, None
+        with self._calls.together():
+            if self._ranks.speaks:
+                units, left = super()._open(rows, size, epochs, seed)
+        return units, int(self._ranks.tell(left))
+
+    def _take(self, units: smb.train.WorkUnits | None) -> smb.train.Unit | None:
+        unit = None
+        with self._calls.together():
+            if self._ranks.speaks:
+                unit = super()._take(units)
+        found: smb.train.Unit | None = self._ranks.tell(unit)
+        return found
 
 
 def _steps_alike(model: torch.nn.Module, mesh: DeviceMesh) -> bool:

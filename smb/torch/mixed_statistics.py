@@ -22,11 +22,9 @@ STATE = "state"  # NAME/state
 class MixedStatistics:
     """This process's statistics, and the average in NAME/state: `state += (own - state) / members`, at the servers."""
 
-    def __init__(self, own: Statistics, collect: Callable[[], None]) -> None:
-        """`collect` copies the model's statistics into `own`."""
+    def __init__(self, own: Statistics) -> None:
         self.own = own
         self.buffer: smb.Buffer | None = None  # the average, once it exists
-        self._collect = collect
         self._worker: smb.train.Worker
         self._mixing: Future[Any] | None = None
         self._unmixed = False  # whether there was a step since the statistics were mixed last
@@ -45,7 +43,7 @@ class MixedStatistics:
         self._worker = worker
         if not self.own.entries:
             return
-        self._collect()
+        self.own.collect()
         with worker.group.setting_up():
             self.buffer = state = client.create(
                 f"{worker.name}/{STATE}",
@@ -97,7 +95,7 @@ class MixedStatistics:
             return
         self.wait()
         self._contributions, self._unmixed = self._worker.contributions, False
-        self._collect()
+        self.own.collect()
         if not np.isfinite(self.own.values).all():
             raise Error(
                 "a floating-point buffer of the model (running statistics?) is not finite: it is not shared, but the "

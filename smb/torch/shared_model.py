@@ -27,10 +27,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import logging
 import math
-import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -41,28 +39,25 @@ import torch
 
 import smb
 import smb.train
-from smb.config.log import TRAINING
 from smb.config.pickling import refuse_pickle
 from smb.errors import Error, InvalidArgumentError, NotFoundError
 from smb.html_tables import described
-from smb.spi import session_of
-from smb.torch.admission import TIED, ModelAdmission, table_of
-from smb.torch.batches import Batches, BatchUnits, shuffled_batches
+from smb.torch.admission import ModelAdmission
+from smb.torch.batches import Batches, BatchUnits
+from smb.torch.exchanges import check_overlap, exchanges_for, parameters_for
 from smb.torch.explanation import Explanation, explained
-from smb.torch.mixed_statistics import STATE, MixedStatistics
-from smb.torch.model_parameters import ModelParameters, TensorEntry
-from smb.torch.model_tensors import ModelCheck, ModelTensors, Statistics, parts_of, plain_name
+from smb.torch.mixed_statistics import MixedStatistics
+from smb.torch.model_parameters import TensorEntry
+from smb.torch.model_tensors import ModelCheck, ModelTensors, Statistics, parts_of
+from smb.torch.own_joins import OwnJoin, check_alone
+from smb.torch.shared_values import state_with, values_of
 from smb.torch.tensor_values import lasting
 from smb.train.optimizers import OptimizerUsed
-from smb.train.steps import there
 
 if TYPE_CHECKING:
-    from smb.overlap.hooks import Overlap
     from smb.overlap.plan import ExchangePlan
 
 _log = logging.getLogger("smb")
-_news = logging.getLogger(TRAINING)
-_joined: weakref.WeakSet[Shared] = weakref.WeakSet()
 
 
 class ScalarWriter(Protocol):
@@ -99,59 +94,51 @@ class Shared:
         samples: int | None,
         options: dict[str, Any],
     ) -> None:
-        _check_alone(model, name, client)
+        check_alone(model, name, client)
         self.samples = samples
         self._name = name
         self._model = model
-        self._optimizer = weakref.ref(optimizer)
-        self._thread = threading.get_ident()  # the one that made the last step, or joined
-        self._has_stepped = False
-        self._in_a_block = False  # of `with`, which closes it
-        self._waits = False  # whether its worker waits for the others
         self._last: smb.train.Progress | None = None  # after close()
         self._optimizer_used = _used(optimizer)
-        parts = self._parts(model, optimizer)
-        self._asked_overlap: str = options.pop("overlap", "none")
-        self._trained = self._parameters(parts)
+        overlap = options.pop("overlap", "none")
+        parts, self._trained, self._statistics = self._tensors(model, optimizer, overlap)
         self._check = ModelCheck(model, optimizer, self._trained.entries, parts.frozen)
         self._trained.verify = self._check
-        self._statistics = Statistics(parts.statistics)
-        self._mixed = MixedStatistics(self._statistics, self._collector())
+        self._mixed = MixedStatistics(self._statistics)
         self._open = False
         self._client = client
-        self._units = BatchUnits(client)
+        self._units = self._batch_units()
         self.owned = contextlib.ExitStack()  # the client, if this object made it
-        self._overlap: Overlap | None = None
-        check = functools.partial(check_overlap, self._asked_overlap)
+        check = functools.partial(check_overlap, overlap)
         admission = ModelAdmission(client, name, self._trained, self._mixed, parts.frozen, check)
         with contextlib.ExitStack() as on_failure:
-            if self._asked_overlap != "none":
-                from smb.overlap.hooks import Overlap
-
-                self._overlap = Overlap(model, optimizer, self._trained, self._asked_overlap)
-                on_failure.callback(self._overlap.remove)
+            self._exchanges = exchanges_for(overlap, model, optimizer, self._trained)
+            on_failure.callback(self._exchanges.remove)
             self._hook = optimizer.register_step_post_hook(lambda *_: self._stepped())
             on_failure.callback(self._hook.remove)
             on_failure.callback(admission.withdraw)  # after Ctrl-C at the end, or a failure at another rank of a mesh
             self._join(admission, scheme, settings, options)
             on_failure.pop_all()
         self._open = True
-        self._waits = self._scheme_waits()
-        _joined.add(self)
+        self._own = self._own_join(optimizer)
 
-    def _scheme_waits(self) -> bool:
+    # ---- what a member that is a mesh makes in another way
+
+    def _tensors(
+        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, overlap: str
+    ) -> tuple[ModelTensors, Any, Statistics]:
+        """Return the model's tensors, and the two vectors that are shared: its parameters and its statistics."""
+        parts = parts_of(model, optimizer)
+        return parts, parameters_for(overlap, parts.trained), Statistics(parts.statistics)
+
+    def _batch_units(self) -> BatchUnits:
+        return BatchUnits(self._client, self._name, self._mixed.mix_rest)
+
+    def _own_join(self, optimizer: torch.optim.Optimizer) -> OwnJoin:
         # With a delay, a worker waits for the others' contributions only steps after its own.
-        return self.worker.scheme.WAITS and not self.worker.scheme.traits.delay
-
-    def _parts(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> ModelTensors:
-        return parts_of(model, optimizer)
-
-    def _parameters(self, parts: ModelTensors) -> Any:
-        if self._asked_overlap == "none":
-            return ModelParameters(parts.trained)
-        from smb.overlap.part_parameters import PartParameters
-
-        return PartParameters(parts.trained)
+        waits = self.worker.scheme.WAITS and not self.worker.scheme.traits.delay
+        weights_id, entries, units = self.worker.weights.info.id, self._trained.entries, self._units
+        return OwnJoin(self._name, self._client, weights_id, entries, optimizer, units, self.abandon, waits=waits)
 
     def _join(
         self,
@@ -160,7 +147,7 @@ class Shared:
         settings: dict[str, Any],
         options: dict[str, Any],
     ) -> None:
-        ours = weakref.ref(self)  # the model's hooks refer to the overlap
+        ours = weakref.ref(self)  # the model's hooks refer to the exchanges
 
         def samples() -> int | None:
             shared = ours()
@@ -168,8 +155,8 @@ class Shared:
 
         def attach(worker: smb.train.Worker) -> None:
             worker.group.compare_optimizers(self._optimizer_used)
-            if self._overlap is not None:
-                self._overlap.attach(worker, samples)
+            self._units.attach(worker)
+            self._exchanges.attach(worker, samples)
 
         self.worker = admission.run(scheme, settings, options, attach)
 
@@ -192,7 +179,7 @@ class Shared:
         ```
         """
         self._check_open()
-        copies = self._trained.copies if self._overlap is None else None
+        copies = self._trained.copies
         return explained(self.worker, self._trained.entries, None if copies is None else copies.total_bytes)
 
     @property
@@ -290,27 +277,13 @@ class Shared:
                 optimizer.step()
         ```
         """
-        return Batches(lambda: self._begin_batches(rows, size, epochs, seed))
 
-    def _begin_batches(
-        self, rows: int, size: int, epochs: int | None, seed: int
-    ) -> tuple[Iterator[tuple[int, torch.Tensor]], int]:
-        """Return the batches, each with its epoch, and how many are left."""
-        self._check_open()
-        units = self._units.open(self.worker, rows, size, epochs, seed)
-        return self._batches(units, rows, seed, epochs), self._units.left
+        def begin() -> tuple[Iterator[tuple[int, torch.Tensor]], int]:
+            self._check_open()
+            found, left = self._units.begin(rows, size, epochs, seed)
+            return counted(self, found), left
 
-    def _batches(
-        self, units: smb.train.WorkUnits | None, rows: int, seed: int, epochs: int | None
-    ) -> Iterator[tuple[int, torch.Tensor]]:
-        for epoch, batch in shuffled_batches(lambda: self._taken(units), self._name, rows, seed, epochs):
-            self.samples = len(batch)
-            yield epoch, batch
-
-    def _taken(self, units: smb.train.WorkUnits | None) -> smb.train.Unit | None:
-        assert units is not None
-        with there(self.worker.group):
-            return units.take(self._mixed.mix_rest)
+        return Batches(begin)
 
     def wait(self) -> None:
         """Wait until the parameters have the values of the last exchange. Call it to look at them between two steps.
@@ -326,8 +299,7 @@ class Shared:
         ```
         """
         self._check_open()
-        if self._overlap is not None:
-            self._overlap.wait()
+        self._exchanges.wait()
 
     @property
     def plan(self) -> ExchangePlan | None:
@@ -339,7 +311,7 @@ class Shared:
             shared.plan  # None: no step was measured yet
         ```
         """
-        return None if self._overlap is None else self._overlap.plan
+        return self._exchanges.plan
 
     @lasting
     def state_dict(self) -> dict[str, Any]:
@@ -394,8 +366,7 @@ class Shared:
         load is False, or if the training was deleted.
         """
         try:
-            if self._overlap is not None:
-                self._overlap.finish()
+            self._exchanges.finish()
             self.worker.membership.finish()
             self._mixed.mix_rest()
             if load:
@@ -428,7 +399,7 @@ class Shared:
 
     def __repr__(self) -> str:
         return (
-            f"<smb.torch.Shared {self._count():,} parameters in training {self.worker.name!r}: "
+            f"<smb.torch.Shared {_count(self._trained.entries):,} parameters in training {self.worker.name!r}: "
             f"{self.scheme}, {self.worker.contributions} contributions"
             f"{'' if self._open else ', closed'}>"
         )
@@ -436,14 +407,10 @@ class Shared:
     def __reduce__(self) -> NoReturn:
         refuse_pickle(repr(self), f"call smb.torch.join with training {self._name!r}")
 
-    def _count(self) -> int:
-        """Return the number of trained values, without the gaps between tensors in the shared vector."""
-        return sum(entry.count for entry in self._trained.entries)
-
     def _repr_html_(self) -> str:
         row = {
             "training": self.worker.name,
-            "parameters": f"{self._count():,}",
+            "parameters": f"{_count(self._trained.entries):,}",
             "scheme": self.scheme,
             "contributions": self.worker.contributions,
             "state": "trains" if self._open else "closed",
@@ -451,7 +418,7 @@ class Shared:
         return described("Shared", row)
 
     def __enter__(self) -> Shared:
-        self._in_a_block = True
+        self._own.in_a_block = True
         return self
 
     def __exit__(
@@ -467,107 +434,25 @@ class Shared:
     def _stepped(self) -> None:
         if not self._open:  # the join is not done, or has failed
             return
-        self._thread = threading.get_ident()
-        if not self._has_stepped:
-            self._check_turn()
-            self._has_stepped = True
-        if self._overlap is None:
-            self.worker.step(self.samples)
-        elif self._overlap.inside:
+        self._own.stepped()
+        if self._exchanges.inside:
             return
-        else:
-            self._overlap.stepped()
+        self._exchanges.stepped()
         self._mixed.stepped()
-
-    def _check_turn(self) -> None:
-        """Leave, and raise InvalidArgumentError, if this thread has joined the training before and does not step that
-        worker. The error's traceback may keep this object, which must not be in the way of the next join.
-        """
-        for each in _left_over(
-            each
-            for each in list(_joined)
-            if each._open
-            and each is not self
-            and each._holds_up_this_thread()
-            and each._takes_part_in(self._name, self._client)
-        ):
-            if each._waits:
-                self.abandon()
-                raise InvalidArgumentError(
-                    f"optimizer.step(): {_waits_for_itself(self._name)}. The second join is undone: this model has "
-                    f"left the training"
-                )
-
-    def _collector(self) -> Callable[[], None]:
-        return self._statistics.collect
-
-    # ---- coming and going
-
-    def _trains(self, parameters: set[int]) -> bool:
-        """Return True if this object's model has one of these parameters, given by id()."""
-        return any(id(entry.tensor) in parameters for entry in self._trained.entries)
-
-    def _takes_part_in(self, name: str, client: smb.Client) -> bool:
-        """Return True if this is a member of the training that `client` has under this name. One small call, if the
-        name is the same.
-        """
-        if self._name != name or session_of(self._client).closed:
-            return False
-        with contextlib.suppress(NotFoundError):  # that training was deleted
-            return bool(client.open(name).info.id == self.worker.weights.info.id)
-        return False
-
-    def _holds_up_this_thread(self) -> bool:
-        """Return True if this thread would wait for a step of this object, or for its batch in hand, in vain."""
-        return self._thread == threading.get_ident() and (self._waits or self._units.used)
 
     def _leave(self) -> None:
         self._open = False
+        self._own.end()
         self._hook.remove()
         with contextlib.ExitStack() as last:
             last.push(self.owned)
-            if self._overlap is not None:
-                last.callback(self._overlap.remove)
+            last.callback(self._exchanges.remove)
             last.callback(self.worker.abandon)
             last.callback(self._units.close)
 
     def _check_open(self) -> None:
         if not self._open:
             raise InvalidArgumentError(f"the model has left training {self._name!r}; call smb.torch.join again")
-
-
-@lasting
-def shared_state_dict(client: smb.Client, name: str) -> dict[str, torch.Tensor]:
-    """Return a group's shared values by name, without taking part: float32 tensors on the CPU, exact.
-
-    ```python
-    model.load_state_dict(smb.torch.shared_state_dict(client, "digits"), strict=False)
-    ```
-
-    Frozen parameters, and integer and float64 buffers, belong to each process and are not in the result; pass
-    strict=False if the model has some. (PyTorch accepts a state without batch normalisation's num_batches_tracked.)
-    Blocks for two reads. Raises NotFoundError, and InvalidArgumentError for a group that was not made by
-    smb.torch.join.
-    """
-    pairs = [(client.open(name), smb.train.shared(client, name))]
-    with contextlib.suppress(NotFoundError):
-        state = client.open(f"{name}/{STATE}")
-        pairs.append((state, state.read(wire="exact")))
-    found: dict[str, torch.Tensor] = {}
-    for buffer, values in pairs:
-        metadata = buffer.metadata
-        table = table_of(buffer)
-        found |= {key: torch.from_numpy(array) for key, array in table.views(values).items()}
-        found |= {other: found[key] for other, key in metadata.get(TIED, {}).items()}
-    return found
-
-
-def check_overlap(overlap: object, scheme: smb.train.Scheme | None = None, *, mesh: bool = False) -> None:
-    """Raise InvalidArgumentError for an unknown overlap, or one that can't be used with this scheme or a mesh."""
-    if overlap != "none":
-        from smb.overlap import hooks
-
-        hooks.check_overlap(overlap, scheme, mesh=mesh)
 
 
 def _used(optimizer: torch.optim.Optimizer) -> OptimizerUsed:
@@ -577,70 +462,13 @@ def _used(optimizer: torch.optim.Optimizer) -> OptimizerUsed:
     return OptimizerUsed(type(optimizer).__name__, max(known, default=math.nan))
 
 
-def _check_alone(model: torch.nn.Module, name: str, client: smb.Client) -> None:
-    """Leave what this process has joined before and can't train any more, as in a notebook's cell that is run again.
-
-    Raises InvalidArgumentError if the model is joined already, since a second join would move its parameters away from
-    the first, or if this thread would wait for itself: for another worker of the same training, in a scheme whose
-    workers wait for each other.
-    """
-    parameters = {id(parameter) for parameter in model.parameters()}
-    for each in _left_over(
-        each
-        for each in list(_joined)
-        if each._open
-        and (each._trains(parameters) or (each._holds_up_this_thread() and each._takes_part_in(name, client)))
-    ):
-        if each._trains(parameters):
-            raise InvalidArgumentError(
-                f"smb.torch.join: this model is already joined to {each._name!r}; close() the result of that join "
-                f"first. If the result is lost, make the optimizer anew: the former join ends with its optimizer. "
-                f"If something keeps that, as a notebook keeps what a cell shows, close() its client"
-            )
-        if each._waits and each._has_stepped:
-            raise InvalidArgumentError(f"smb.torch.join: {_waits_for_itself(name)}")
+def counted(shared: Shared, batches: Iterator[tuple[int, torch.Tensor]]) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yield the batches, each after setting `samples` to its size."""
+    for epoch, batch in batches:
+        shared.samples = len(batch)
+        yield epoch, batch
 
 
-def _left_over(found: Iterable[Shared]) -> list[Shared]:
-    """Leave those of these trainings whose optimizer is gone, and return the others."""
-    still = list(found)
-    if any(each._optimizer() is not None for each in still):
-        gc.collect()  # an optimizer and its learning-rate schedule refer to each other
-    for each in still:
-        if each._optimizer() is None and not each._in_a_block:
-            each.abandon()
-            _news.info(
-                "left training %r, which this process had joined before with an optimizer that is gone; local steps "
-                "since the last exchange of then are lost",
-                each._name,
-            )
-    return [each for each in still if each._open]
-
-
-def _waits_for_itself(name: str) -> str:
-    return (
-        f"this thread has joined {name!r} before, and each of its two workers would wait for the other. Call close() "
-        f"of the first join's result, or, if that result is lost, run this again, or close its client. "
-        f"In a notebook use join in a with block; to train two in one process, join each in the thread that steps it"
-    )
-
-
-def state_with(model: torch.nn.Module, values: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """Return the model's state_dict() in new memory, with these values in place of its own where given."""
-    own: dict[str, Any] = model.state_dict()
-    for key, value in own.items():
-        if isinstance(value, torch.Tensor):
-            # Tensors that are not shared (integers) are copied too, so that no returned tensor shares memory with the
-            # model.
-            shared = values.get(plain_name(model, key))
-            own[key] = value.detach().clone() if shared is None else shared.to(value.device)
-    return own
-
-
-def values_of(entries: Iterable[TensorEntry], vector: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the tensors of a vector under all their names, in the model's dtypes; tied names get the same tensor."""
-    found: dict[str, torch.Tensor] = {}
-    for entry in entries:
-        value = entry.of(vector).to(entry.tensor.dtype)
-        found |= dict.fromkeys(entry.names, value)
-    return found
+def _count(entries: Iterable[TensorEntry]) -> int:
+    """Return the number of values, without the gaps between tensors in the shared vector."""
+    return sum(entry.count for entry in entries)

@@ -196,7 +196,7 @@ def test_overlap_that_costs_more_than_it_hides_ends(connect: Connect, monkeypatc
 
     optimizer = Slow(model.parameters(), lr=0.01)
     with smb.torch.join(model, optimizer, "run", scheme="asp", client=connect(), overlap="both") as shared:
-        found: Any = shared._overlap
+        found: Any = shared._exchanges
         for number in range(8):
             step(model, optimizer, 0, number)
         assert found.plan.chosen.overlap == "both"
