@@ -20,30 +20,30 @@ class _Index:
         by_server: dict[str, dict[str, BufferRecord]],
         keys: dict[int, str],
         mirrors: dict[int, frozenset[str]],
-        unsettled: dict[str, None],
+        copies_wrong: dict[str, None],
     ) -> None:
-        self.by_server, self.keys, self.mirrors, self.unsettled = by_server, keys, mirrors, unsettled
+        self.by_server, self.keys, self.mirrors, self.copies_wrong = by_server, keys, mirrors, copies_wrong
 
     @staticmethod
     def of(records: Iterable[BufferRecord]) -> _Index:
         by_server: dict[str, dict[str, BufferRecord]] = {}
         keys: dict[int, str] = {}
         mirrors: dict[int, set[str]] = {}
-        unsettled: dict[str, None] = {}
+        copies_wrong: dict[str, None] = {}
         for record in records:
             keys[record.id] = record.key
-            if record.unsettled:
-                unsettled[record.key] = None
+            if record.copies_wrong:
+                copies_wrong[record.key] = None
             for server in record.servers:
                 by_server.setdefault(server, {})[record.key] = record
             if record.mirror_of:
                 mirrors.setdefault(record.mirror_of, set()).add(record.key)
-        return _Index(by_server, keys, {source: frozenset(found) for source, found in mirrors.items()}, unsettled)
+        return _Index(by_server, keys, {source: frozenset(found) for source, found in mirrors.items()}, copies_wrong)
 
     def changed(self, gone: Collection[BufferRecord], put: Iterable[BufferRecord]) -> _Index:
         """Return the index after these changes. The work depends on how many records the servers concerned have."""
         by_server, keys, mirrors = dict(self.by_server), dict(self.keys), dict(self.mirrors)
-        unsettled = dict(self.unsettled)
+        copies_wrong = dict(self.copies_wrong)
         copied: set[str] = set()
 
         def of(server: str) -> dict[str, BufferRecord]:
@@ -54,15 +54,15 @@ class _Index:
 
         for record in gone:
             keys.pop(record.id, None)
-            unsettled.pop(record.key, None)
+            copies_wrong.pop(record.key, None)
             for server in record.servers:
                 of(server).pop(record.key, None)
             if record.mirror_of:
                 mirrors[record.mirror_of] = mirrors.get(record.mirror_of, frozenset()) - {record.key}
         for record in put:
             keys[record.id] = record.key
-            if record.unsettled:
-                unsettled[record.key] = None
+            if record.copies_wrong:
+                copies_wrong[record.key] = None
             for server in record.servers:
                 of(server)[record.key] = record
             if record.mirror_of:
@@ -74,7 +74,7 @@ class _Index:
         for source in {record.mirror_of for record in gone if record.mirror_of}:
             if not mirrors[source]:
                 del mirrors[source]
-        return _Index(by_server, keys, mirrors, unsettled)
+        return _Index(by_server, keys, mirrors, copies_wrong)
 
 
 class Buffers(dict[str, BufferRecord]):
@@ -106,9 +106,9 @@ class Buffers(dict[str, BufferRecord]):
         return self._indices().by_server.keys()
 
     @property
-    def unsettled(self) -> bool:
+    def copies_wrong(self) -> bool:
         """Whether some record has a copy too few or too many."""
-        return bool(self._indices().unsettled)
+        return bool(self._indices().copies_wrong)
 
     def with_id(self, buffer_id: int) -> BufferRecord | None:
         """Return the record with that id."""

@@ -130,7 +130,7 @@ class BufferRecord:
         return self.replicas > 1 and not all(segment.backup for segment in self.segments)
 
     @property
-    def unsettled(self) -> bool:
+    def copies_wrong(self) -> bool:
         """Whether some segment has a copy too few or too many."""
         return self.degraded or (self.replicas == 1 and any(segment.backup for segment in self.segments))
 

@@ -105,8 +105,8 @@ class PartFlow:
         self.ledger = Ledger(np.zeros(parameters.size, np.float32), np.zeros(parameters.size, np.float32))
         self.ledger.landing = np.zeros(parameters.size, np.float32)
         # Whether `due` may have to be sent again; the computing thread's between steps, then the other's.
-        self.unsettled = False
-        self._on_top = False  # `unsettled` when this step began: then later changes are added to `due`
+        self.owes_delta = False
+        self._on_top = False  # `owes_delta` when this step began: then later changes are added to `due`
         self.running = False  # whether a step is in progress; written by the computing thread between steps
         self.pushed = StepMessages()
         self.pulled = StepMessages()
@@ -146,7 +146,7 @@ class PartFlow:
                 self._queue.close()
                 self._queue = None
         self._norms = [Norm() for _ in self.cut.push]
-        self._on_top, self.unsettled = self.unsettled, True
+        self._on_top, self.owes_delta = self.owes_delta, True
         with self.changed:
             self._made, self._came, self._adopted = [], set(), set()
             self._over = self._given_up = False
@@ -155,7 +155,7 @@ class PartFlow:
 
     def cancel(self) -> None:
         """Undo the beginning of a step of which no part is made: `due` is as it was before."""
-        self.unsettled = self._on_top
+        self.owes_delta = self._on_top
         self.over()
 
     def adopt_base(self) -> None:
@@ -204,15 +204,15 @@ class PartFlow:
 
     def refill(self, values: Values) -> None:
         """Set the parameters and the base to these values, all at once, between steps. The delta
-        is settled or dropped.
+        counts or was dropped.
         """
         self.parameters.fill(values)
         self.ledger.base[:] = values
-        self.unsettled = False
+        self.owes_delta = False
 
     def forget(self) -> None:
         """Drop what was not sent."""
-        self.unsettled = False
+        self.owes_delta = False
         self.ledger.forget()
 
     def give_up(self) -> None:
@@ -260,11 +260,11 @@ class PartFlow:
 
     def sent(self, buffer: Buffer) -> None:
         """Account for a delta that was sent, or is sure to be."""
-        self.unsettled = False
+        self.owes_delta = False
         self.keep_rounding(buffer)
 
     def keep_rounding(self, buffer: Buffer) -> None:
-        """Keep what rounding leaves of `due`, for when the delta is settled. Until then all of it is due."""
+        """Keep what rounding leaves of `due`, for when the delta is sure to count. Until then all of it is due."""
         if self.ledger.rest is not None:
             runs = (run for part in self.cut.push for run in part.runs)
             self.ledger.written.extend((buffer, block) for run in runs for block in run.cut())
@@ -399,8 +399,8 @@ class PartsMover(Mover):
     # ---- ROUNDS
 
     def write(self, inbox: Buffer) -> Norm:
-        """Write all parts. They do not count before the member has marked, so the delta is settled only when the values
-        are taken over. If the caller fails before that, the next step sends this delta, too.
+        """Write all parts. They do not count before the member has marked, so the delta is accounted for only when the
+        values are taken over. If the caller fails before that, the next step sends this delta, too.
         """
         flow, queue = self._flow, self._flow.queue()
         sending = _Sending(flow, flow.pushed)
@@ -518,4 +518,4 @@ def read_parts(flow: PartFlow, weights: Buffer) -> None:
     failures = sending.finish()
     if failures:
         raise failures[0][1]
-    flow.unsettled = False
+    flow.owes_delta = False

@@ -155,7 +155,7 @@ class CopyMaker:
         state, now = self._commit_log.state, self._commit_log.now()
         drained = any(server.draining and state.allocation(server.name).segments for server in state.servers.values())
         moves = self._switches | self._moves
-        if not drained and not moves and not state.buffers.unsettled:
+        if not drained and not moves and not state.buffers.copies_wrong:
             self._without_room, self._bound = frozenset(), {}
             self._said = {}
             self._pace.rest()

@@ -19,7 +19,7 @@ _log = logging.getLogger("smb")
 class Contribution:
     """The contribution in one member's inbox.
 
-    sent: whether it is in the inbox and not yet settled. origin: the round whose weights its delta starts from. target:
+    sent: whether it lies open in the inbox. origin: the round whose weights its delta starts from. target:
     the round that it is marked for. tokens: its weight before staleness reduces it; 0 if it was refused or is empty, so
     that nobody waits for it and it counts for nothing. refusal: the guard's error that is not raised yet. late_counts:
     whether a contribution that was too late for its round may be marked again for a later one. steps: its local steps.

@@ -166,7 +166,7 @@ class RoundExchange(Exchange):
         if self._owing:  # an earlier call was interrupted: these local steps are lost
             self._finish()
         elif self._steps >= self._interval:
-            if self._contribution.sent and not self._settle():
+            if self._contribution.sent and not self._conclude():
                 # No member has closed its round yet, so this worker goes on alone and sends all steps later.
                 self._kept += self._steps
                 self._steps = 0
@@ -175,7 +175,7 @@ class RoundExchange(Exchange):
             self._send()
             self._finish()
         elif self._contribution.sent and self._completion.grace_left(self._contribution.target) <= 0:
-            self._settle()
+            self._conclude()
 
     @property
     def rests_count(self) -> bool:
@@ -194,7 +194,7 @@ class RoundExchange(Exchange):
         """
         if not self._owing:
             if self._outer is not None:
-                waits = self._contribution.sent and not self._settle_at_once()
+                waits = self._contribution.sent and not self._conclude_at_once()
                 self._contribution.raise_refusal()
                 if waits and self._kept:
                     drop(self._group, "the steps that it kept back, as its last contribution still waits for its round")
@@ -209,7 +209,7 @@ class RoundExchange(Exchange):
                 self._send_nothing()
             else:
                 return 0
-        if not self._contribution.sent or self._settle_at_once():
+        if not self._contribution.sent or self._conclude_at_once():
             self._finish()
             return 0
         self._group.count_samples(self._samples)
@@ -285,11 +285,11 @@ class RoundExchange(Exchange):
         contribution.sent = self._owing = True
 
     def _finish(self) -> None:
-        """After _send: settle the contribution, and go on from the present weights. May be repeated if it was
+        """After _send: conclude the contribution, and go on from the present weights. May be repeated if it was
         interrupted.
         """
         if self._contribution.sent:
-            self._settle()
+            self._conclude()
         samples, self._samples = self._samples, 0  # counted once, even if the rest fails and is repeated
         self._group.count_samples(samples)
         self._group.member.add(t.BYTES, self._group.sent_bytes + self._group.weights.nbytes)
@@ -314,15 +314,15 @@ class RoundExchange(Exchange):
         """Return True if a round to which this worker has not contributed yet waits for it."""
         return self._scheme.WAITS and self._scheme.quorum is None
 
-    def _settle_at_once(self) -> bool:
-        """Settle the contribution without waiting for other members."""
+    def _conclude_at_once(self) -> bool:
+        """Conclude the contribution without waiting for other members."""
         self._stopping = True
         try:
-            return self._settle()
+            return self._conclude()
         finally:
             self._stopping = False
 
-    def _settle(self) -> bool:
+    def _conclude(self) -> bool:
         """Find out whether the contribution counted. Waits until its round is closed. In a scheme that does not wait,
         or when stopping, it waits only while a member is closing the round. Returns False if the outcome is still open.
         """

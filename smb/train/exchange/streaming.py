@@ -234,7 +234,7 @@ class FragmentExchange(RoundExchange):
                 mover.put(self._inbox, self._delta[: mover.fetched.size])
             failpoint("train-sent")
             self._put = self._contribution.sent = True
-        if self._contribution.sent and not self._settle():
+        if self._contribution.sent and not self._conclude():
             return  # stopped
         behind = [index for index, good_for in enumerate(self._bases) if good_for < self._word >> t.ROUND_SHIFT]
         stepped = self._is_step_all(behind) and self._read_by_step()

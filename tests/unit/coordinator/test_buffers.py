@@ -57,7 +57,7 @@ def test_indices_follow_each_change() -> None:
         assert set(buffers.servers()) == {name for each in buffers.values() for name in each.servers}
         made_anew = Buffers(buffers)
         assert vars(buffers._indices()) == vars(made_anew._indices())  # nothing is left of what has gone
-        assert buffers.unsettled == any(each.unsettled for each in buffers.values())
+        assert buffers.copies_wrong == any(each.copies_wrong for each in buffers.values())
         for number in (1, 2, 17):
             assert buffers.with_id(number) == next((each for each in buffers.values() if each.id == number), None)
             assert buffers.mirrors_of(number) == sorted(

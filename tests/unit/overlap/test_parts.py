@@ -90,7 +90,7 @@ def _train(seed: int) -> None:
         shared += theirs
         done += theirs
         shared += flow.due
-        flow.unsettled = False
+        flow.owes_delta = False
         for part in range(len(flow.cut.pull)):
             if last or random_.random() < 0.7:
                 for run in flow.cut.pull[part].runs:
@@ -112,7 +112,7 @@ def test_what_comes_is_taken_over_by_parts() -> None:
     parameters.values += 1
     flow.begin()
     flow.make_rest()
-    flow.unsettled = False
+    flow.owes_delta = False
     flow.landing[:10] = 7
     flow.came(0)
     flow.over()
