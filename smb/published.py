@@ -1,4 +1,4 @@
-"""The names of a published state: its buffer, and the log beside it. smb/torch/publish.py creates both."""
+"""The names of a published state: its buffer, and the log beside it. smb/torch/publishing/publish.py creates both."""
 
 from __future__ import annotations
 

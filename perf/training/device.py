@@ -17,7 +17,7 @@ import smb
 import smb.torch
 from perf.netlab import LabError
 from perf.scaling.report import Answer, Column
-from smb.torch.model_parameters import ModelParameters
+from smb.torch.training.model_parameters import ModelParameters
 from smb.train.parameters import BLOCK_ELEMENTS, Values
 
 ELEMENTS = 1 << 28  # a float32 model of 1 GiB

@@ -11,8 +11,8 @@ from smb.rpc.metadata import unpack
 
 @lru_cache(maxsize=64)  # the keys are metadata of at most 1 MiB each
 def published_as(packed: bytes) -> dict[str, object] | None:
-    """Return the metadata of a published state (smb/torch/publish.py); None for other buffers. Each text is parsed
-    once, because the event loop asks and metadata may be megabytes.
+    """Return the metadata of a published state (smb/torch/publishing/publish.py); None for other buffers. Each text is
+    parsed once, because the event loop asks and metadata may be megabytes.
     """
     text = unpack(packed)
     about = json.loads(text).get(ABOUT) if f'"{ABOUT}"' in text else None

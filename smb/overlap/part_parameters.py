@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from smb.overlap.parts import ByParts, Cut, Part, PartFlow, PartsMover
-from smb.torch.model_parameters import ModelParameters, VectorSlice
+from smb.torch.training.model_parameters import ModelParameters, VectorSlice
 from smb.train.exchange.mover import Mover
 from smb.train.group import Group
 from smb.train.ledger import Run, Values

@@ -5,13 +5,13 @@ integrations. What these share stands beside: tensors' values and slices, ranks,
 """
 
 from smb.torch.explanation import Explanation
-from smb.torch.following import Follower, Generation, follow
-from smb.torch.joining import join
 from smb.torch.page_lock import mapped
 from smb.torch.placement import Placement, place
-from smb.torch.publish import Publisher, publish
-from smb.torch.shared_model import Shared
-from smb.torch.shared_values import shared_state_dict
+from smb.torch.publishing.following import Follower, Generation, follow
+from smb.torch.publishing.publish import Publisher, publish
+from smb.torch.training.joining import join
+from smb.torch.training.shared_model import Shared
+from smb.torch.training.shared_values import shared_state_dict
 
 __all__ = [
     "Explanation",

@@ -14,10 +14,10 @@ import torch
 
 import smb.train
 from smb.errors import InvalidArgumentError
-from smb.torch import joining
 from smb.torch.exchange_log import ExchangeLog
 from smb.torch.ranks import world
-from smb.torch.shared_model import Shared
+from smb.torch.training import joining
+from smb.torch.training.shared_model import Shared
 
 
 def join(

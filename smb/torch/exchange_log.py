@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import smb.train
-from smb.torch.shared_model import Shared
+from smb.torch.training.shared_model import Shared
 
 
 class ExchangeLog:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from smb.config.parse import format_bytes
 from smb.html_tables import described, listed
-from smb.torch.model_parameters import TensorEntry, address_of
+from smb.torch.training.model_parameters import TensorEntry, address_of
 from smb.train import member_table as t
 from smb.train.advice import Costs, advice
 

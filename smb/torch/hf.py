@@ -19,9 +19,9 @@ from transformers.trainer_callback import CallbackHandler
 import smb
 import smb.train
 from smb.torch.exchange_log import ExchangeLog
-from smb.torch.joining import join
 from smb.torch.ranks import world
-from smb.torch.shared_model import Shared
+from smb.torch.training.joining import join
+from smb.torch.training.shared_model import Shared
 
 _log = logging.getLogger("smb.train")
 

@@ -15,9 +15,9 @@ import smb
 import smb.train
 from smb.errors import InvalidArgumentError
 from smb.torch.exchange_log import ExchangeLog
-from smb.torch.joining import join
 from smb.torch.ranks import world
-from smb.torch.shared_model import Shared
+from smb.torch.training.joining import join
+from smb.torch.training.shared_model import Shared
 
 
 class Callback(lightning.Callback):  # type: ignore[misc,unused-ignore]

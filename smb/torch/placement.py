@@ -17,9 +17,9 @@ import torch
 import smb
 from smb.errors import InvalidArgumentError
 from smb.tensors import TensorTable
-from smb.torch.model_parameters import address_of, lay_out, note_placement
-from smb.torch.model_tensors import parts_of
 from smb.torch.tensor_values import lasting
+from smb.torch.training.model_parameters import address_of, lay_out, note_placement
+from smb.torch.training.model_tensors import parts_of
 from smb.train.parameters import Values
 
 

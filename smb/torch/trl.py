@@ -18,7 +18,7 @@ import torch
 
 import smb
 from smb.errors import DeadlineError, Error, InvalidArgumentError
-from smb.torch.publish import Publisher
+from smb.torch.publishing.publish import Publisher
 from smb.torch.vllm_clients import Engines
 from smb.torch.vllm_http import Server
 

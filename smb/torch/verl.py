@@ -21,8 +21,8 @@ from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegist
 
 import smb
 from smb.errors import Error, InvalidArgumentError
-from smb.torch.following import Follower, follow
-from smb.torch.publish import Publisher
+from smb.torch.publishing.following import Follower, follow
+from smb.torch.publishing.publish import Publisher
 
 _ASKED = "checkpoint engine 'smb'"
 _log = logging.getLogger("smb")

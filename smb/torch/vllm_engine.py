@@ -1,8 +1,9 @@
 """The engine of the backend "smb", which vLLM makes in each of its workers: see smb/torch/vllm.py.
 
 A generation is in host memory, whole, before anything of the model is touched, and at all workers of an engine or at
-none: smb/torch/host_copy.py. What can be refused (a generation that was overwritten or does not come, names and shapes
-that the model does not take) is refused before that, and the engine serves on with the generation that it has.
+none: smb/torch/publishing/host_copy.py. What can be refused (a generation that was overwritten or does not come, names
+and shapes that the model does not take) is refused before that, and the engine serves on with the generation that it
+has.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from vllm.distributed.weight_transfer.base import (
 
 import smb
 from smb.errors import Error, InvalidArgumentError
-from smb.torch.host_copy import HostCopy, agreed
+from smb.torch.publishing.host_copy import HostCopy, agreed
 from smb.torch.ranks import Ranks
 from smb.torch.vllm_check import check_fits
 

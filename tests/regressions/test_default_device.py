@@ -13,8 +13,8 @@ from torch import nn
 import smb
 import smb.torch
 import smb.torch.checkpoint
-from smb.torch.mesh import _part_of
-from smb.torch.staging import _pinned
+from smb.torch.meshes.mesh import _part_of
+from smb.torch.training.staging import _pinned
 from tests.conftest import Connect
 
 

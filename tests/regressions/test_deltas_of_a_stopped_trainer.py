@@ -15,7 +15,7 @@ import smb.torch
 from smb.call.dispatcher import Dispatcher
 from smb.call.versions import Publication
 from smb.engine import Opcode
-from smb.torch import shard_writer
+from smb.torch.publishing import shard_writer
 from tests.conftest import Connect
 
 ELEMENTS = 100_000

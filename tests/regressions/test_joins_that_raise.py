@@ -18,7 +18,7 @@ import smb.torch
 import smb.train
 from smb.call.sync_requests import Home
 from smb.engine import AskOpcode
-from smb.torch import joining
+from smb.torch.training import joining
 from smb.train import group, join_locks, members
 from smb.train.members import Member
 from smb.train.membership import Membership

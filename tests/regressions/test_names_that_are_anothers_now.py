@@ -22,7 +22,7 @@ from smb.files import catalogue, checksums, copying
 from smb.files.attributes import FileKind
 from smb.files.handles import OpenFile
 from smb.files.namespace import NameTree
-from smb.torch.admission import ModelAdmission
+from smb.torch.training.admission import ModelAdmission
 from smb.train.membership import Membership
 from tests.conftest import Connect
 

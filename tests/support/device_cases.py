@@ -21,7 +21,9 @@ import smb
 import smb.torch
 import smb.train
 from smb.overlap import planner
-from smb.torch import model_parameters, page_lock, staging, state_bytes
+from smb.torch import page_lock
+from smb.torch.publishing import state_bytes
+from smb.torch.training import model_parameters, staging
 from smb.train import parameters
 from tests.support import devices
 from tests.support.overlapped_workers import plan_by

@@ -22,7 +22,7 @@ from tests.support.sparse_states import shards_of, state_of
 
 NAME = "run"
 NOWHERE = torch.device("meta")  # a program's default device, which is not for what smb makes
-PRELOADED = ["torch.distributed.fsdp", "torch._dynamo", "torch.profiler", "smb.torch.mesh"]  # what forks shall find
+PRELOADED = ["torch.distributed.fsdp", "torch._dynamo", "torch.profiler", "smb.torch.meshes.mesh"]  # for forks
 
 
 def network() -> nn.Sequential:
@@ -133,7 +133,7 @@ class Rank:
         """Make a Publisher of a state of tests.support.sparse_states; return the generation so far. `turn_s`: how long
         the next trainer waits where this one is killed.
         """
-        from smb.torch import shard_writer
+        from smb.torch.publishing import shard_writer
 
         shard_writer._TURN_S = turn_s
         self._kind = kind
@@ -205,7 +205,7 @@ class Rank:
     def stop_at_write(self, rank: int, late_s: float) -> None:
         """Have a rank stop itself (SIGSTOP) before the first write of its next publication; others wait for so long."""
         from smb.call.versions import Publication
-        from smb.torch import shard_writer
+        from smb.torch.publishing import shard_writer
 
         shard_writer._LATE_S = late_s
         if rank == self._rank:

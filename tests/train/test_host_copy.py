@@ -11,7 +11,7 @@ import pytest
 
 import smb
 import smb.torch
-from smb.torch.host_copy import _identity, _map
+from smb.torch.publishing.host_copy import _identity, _map
 from tests.conftest import Connect
 from tests.support.meshes import Mesh, published
 

@@ -1,6 +1,6 @@
 """Moves a worker's changes to the group's buffers, and the group's values to the worker's parameters.
 
-There are three movers: for an array or a model in one process (here), for the ranks of a mesh (smb/torch/mesh.py), and
+There are three movers: for an array or a model in one process (here), for the ranks of a mesh (smb/torch/meshes), and
 for parts that travel while the worker computes (parts.py). All use the same ledger (smb/train/ledger.py). A scheme
 moves values in one of three ways, each with its own methods:
 

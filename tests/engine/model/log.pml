@@ -1,7 +1,7 @@
 /* The log of a state with deltas: a trainer writes one delta after the other into a ring, and publishes each by its number. The mirror A has a ring
  * of its own: its relay brings one delta after the other, and publishes each, too. Where some are gone meanwhile, it first publishes the number of a
  * whole state, and goes on behind that. The relay of B takes deltas from A's ring as they come, or from the source. The trainer and A's relay may be
- * killed between any two stores, and a reader may read at any moment, how late so ever. The steps are those of smb/torch/deltas.py,
+ * killed between any two stores, and a reader may read at any moment, how late so ever. The steps are those of smb/torch/publishing/deltas.py,
  * smb/relay/publication_log.py and mirror.py.
  *
  * A place of a ring holds the number of the generation whose delta it is, or DAMAGED while it is written. What is checked: a delta that a

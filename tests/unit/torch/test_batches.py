@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from smb.torch.batches import shuffled_batches
+from smb.torch.training.batches import shuffled_batches
 from smb.train import Unit
 
 

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from smb.engine import SUM_PRIME, delta_apply, state_sum
-from smb.torch import delta_parts
-from smb.torch.delta_parts import Choice, DeltaParts, compare, cut, pieces_of, rows_of, table_of
+from smb.torch.publishing import delta_parts
+from smb.torch.publishing.delta_parts import Choice, DeltaParts, compare, cut, pieces_of, rows_of, table_of
 from tests.support.kernels import deterministic
 
 

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from smb.errors import Error, InvalidArgumentError
-from smb.torch import model_parameters, staging
-from smb.torch.model_parameters import ModelParameters
-from smb.torch.model_tensors import ModelCheck, Statistics, mark_of, parts_of, plain_name
+from smb.torch.training import model_parameters, staging
+from smb.torch.training.model_parameters import ModelParameters
+from smb.torch.training.model_tensors import ModelCheck, Statistics, mark_of, parts_of, plain_name
 from smb.train import parameters
 
 

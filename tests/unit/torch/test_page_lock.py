@@ -14,7 +14,7 @@ import torch
 import smb
 import smb.torch
 from smb.torch.page_lock import page_lock
-from smb.torch.state_bytes import StateBytes
+from smb.torch.publishing.state_bytes import StateBytes
 
 
 class Runtime:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import smb
-from smb.torch.rank_calls import RankCalls
+from smb.torch.meshes.rank_calls import RankCalls
 
 COUNT = 3
 DEADLINE_S = 30.0

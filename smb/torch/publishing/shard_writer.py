@@ -23,8 +23,8 @@ from smb.call.versions import Publication
 from smb.errors import APPLIED, NOT_APPLIED, CallOutcome, Error, InvalidArgumentError, UnavailableError
 from smb.pins import PIN_S_MAX
 from smb.spi import versions_of
+from smb.torch.publishing.state_bytes import PartBytes
 from smb.torch.ranks import Alone, Ranks, world
-from smb.torch.state_bytes import PartBytes
 from smb.torch.tensor_slices import TensorSlice, is_sharded, sharding_of, slice_of
 
 if TYPE_CHECKING:

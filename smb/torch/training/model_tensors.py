@@ -15,9 +15,9 @@ from typing import Any, TypeAlias
 import torch
 
 from smb.errors import Error, InvalidArgumentError
-from smb.torch.model_parameters import TensorEntry, check, check_apart, lay_out
 from smb.torch.tensor_slices import is_sharded, local_of
 from smb.torch.tensor_values import changing, is_extra_state, lasting, plain
+from smb.torch.training.model_parameters import TensorEntry, check, check_apart, lay_out
 from smb.train.parameters import Values
 
 STATISTICS_DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -15,9 +15,9 @@ import smb
 import smb.train
 from smb.errors import AlreadyExistsError, Error, InvalidArgumentError, NotFoundError
 from smb.tensors import TensorTable
-from smb.torch.mixed_statistics import STATE, MixedStatistics
-from smb.torch.model_parameters import ModelParameters, TensorEntry
-from smb.torch.model_tensors import Statistics, mark_of
+from smb.torch.training.mixed_statistics import STATE, MixedStatistics
+from smb.torch.training.model_parameters import ModelParameters, TensorEntry
+from smb.torch.training.model_tensors import Statistics, mark_of
 from smb.train.attempts import until_joined
 from smb.train.group import copies_of, view
 from smb.train.group_making import clear

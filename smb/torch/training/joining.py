@@ -10,9 +10,9 @@ import torch
 import smb
 import smb.train
 from smb.errors import InvalidArgumentError
-from smb.torch.exchanges import check_overlap
-from smb.torch.shared_model import Shared
 from smb.torch.tensor_values import lasting
+from smb.torch.training.exchanges import check_overlap
+from smb.torch.training.shared_model import Shared
 
 
 @lasting
@@ -108,7 +108,7 @@ def join(
             options["overlap"] = overlap
             shared = Shared(model, inner, name, scheme, settings, client, samples, options)
         else:
-            from smb.torch.mesh import MeshShared  # importing torch.distributed.tensor takes a second
+            from smb.torch.meshes.mesh import MeshShared  # importing torch.distributed.tensor takes a second
 
             shared = MeshShared(model, inner, name, scheme, settings, client, samples, options, mesh)
         shared.owned = on_failure.pop_all()

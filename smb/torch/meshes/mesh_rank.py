@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from smb.errors import Error, NotFoundError
-from smb.torch.model_tensors import Statistics
+from smb.torch.meshes.shards import ShardParameters
 from smb.torch.ranks import Ranks
-from smb.torch.shards import ShardParameters
+from smb.torch.training.model_tensors import Statistics
 from smb.train.exchange.mover import ArrayMover
 from smb.train.members import rank_lock
 from smb.train.parameters import Values

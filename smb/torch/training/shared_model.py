@@ -10,7 +10,7 @@ How each kind of tensor is shared:
 
 - Parameters that the optimizer has or that require gradients: by the scheme, as one float32 vector. They stay where
   they are, on any device, float32, bfloat16 or float16; they are copied, block by block, when the scheme exchanges
-  (smb/torch/model_parameters.py). Momenta are never sent.
+  (smb/torch/training/model_parameters.py). Momenta are never sent.
 - Frozen parameters: each process has its own. A joiner is refused if its frozen values differ from those of the group's
   maker; digests of a few values are compared.
 - Floating-point buffers, most often batch normalisation's running statistics: each process keeps and uses its own while
@@ -42,16 +42,16 @@ import smb.train
 from smb.config.pickling import refuse_pickle
 from smb.errors import Error, InvalidArgumentError, NotFoundError
 from smb.html_tables import described
-from smb.torch.admission import ModelAdmission
-from smb.torch.batches import Batches, BatchUnits
-from smb.torch.exchanges import check_overlap, exchanges_for, parameters_for
 from smb.torch.explanation import Explanation, explained
-from smb.torch.mixed_statistics import MixedStatistics
-from smb.torch.model_parameters import TensorEntry
-from smb.torch.model_tensors import ModelCheck, ModelTensors, Statistics, parts_of
-from smb.torch.own_joins import OwnJoin, check_alone
-from smb.torch.shared_values import state_with, values_of
 from smb.torch.tensor_values import lasting
+from smb.torch.training.admission import ModelAdmission
+from smb.torch.training.batches import Batches, BatchUnits
+from smb.torch.training.exchanges import check_overlap, exchanges_for, parameters_for
+from smb.torch.training.mixed_statistics import MixedStatistics
+from smb.torch.training.model_parameters import TensorEntry
+from smb.torch.training.model_tensors import ModelCheck, ModelTensors, Statistics, parts_of
+from smb.torch.training.own_joins import OwnJoin, check_alone
+from smb.torch.training.shared_values import state_with, values_of
 from smb.train.optimizers import OptimizerUsed
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ import torch
 from smb.config.boot import boot_id
 from smb.errors import DeadlineError, Error, UnavailableError
 from smb.published import ABOUT, LOG, has_deltas
-from smb.torch.following import Follower
+from smb.torch.publishing.following import Follower
 from smb.torch.ranks import Ranks
 
 if TYPE_CHECKING:

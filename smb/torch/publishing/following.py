@@ -1,4 +1,4 @@
-"""A reader of what smb/torch/publish.py publishes: always one generation as a whole."""
+"""A reader of what smb/torch/publishing/publish.py publishes: always one generation as a whole."""
 
 from __future__ import annotations
 
@@ -17,13 +17,20 @@ from smb.pins import Pin
 from smb.relay.reader_source import Nearest
 from smb.spi import opened_by, session_of, versions_of
 from smb.state_costs import StateCosts
-from smb.torch.deltas import DeltaReader
-from smb.torch.model_tensors import plain_name, plain_state
-from smb.torch.published_state import State, about_of, check_same_tensors, generations_text, note_transports, state_row
-from smb.torch.state_bytes import Allocate, PartBytes, StateBytes
-from smb.torch.state_explanation import PublishedTensor, StateExplanation, state_explained
+from smb.torch.publishing.deltas import DeltaReader
+from smb.torch.publishing.published_state import (
+    State,
+    about_of,
+    check_same_tensors,
+    generations_text,
+    note_transports,
+    state_row,
+)
+from smb.torch.publishing.state_bytes import Allocate, PartBytes, StateBytes
+from smb.torch.publishing.state_explanation import PublishedTensor, StateExplanation, state_explained
 from smb.torch.tensor_slices import TensorSlice, checked_slice, is_sharded, local_of, slice_of, whole
 from smb.torch.tensor_values import changing, is_expanded, is_extra_state, lasting
+from smb.torch.training.model_tensors import plain_name, plain_state
 from smb.train.group import METADATA
 
 if TYPE_CHECKING:
@@ -59,7 +66,7 @@ class Follower:
         *,
         allocate: Allocate | None = None,
     ) -> None:
-        """`allocate` gives the memory of a whole state, which several processes may share (smb/torch/host_copy.py)."""
+        """`allocate` gives the memory of a whole state, which several processes may share (host_copy.py)."""
         asked = f"follow {buffer.name!r}"
         if METADATA in buffer.metadata:
             raise InvalidArgumentError(

@@ -1,5 +1,5 @@
 """The room of meshes: the ranks of a device mesh as one member. Each rank moves its own shards, and the first one, the
-speaker, acts for all. smb/torch/joining.py imports this module.
+speaker, acts for all. smb/torch/training/joining.py imports this module.
 
 The speaker runs the scheme. Each operation of the scheme on the parameters is a call of all ranks (rank_calls.py),
 which each rank makes for its own shards (mesh_rank.py). Every rank except the speaker holds a lock with the member's
@@ -21,16 +21,16 @@ from torch.distributed.tensor import DTensor
 import smb.train
 from smb.errors import Error, InvalidArgumentError
 from smb.html_tables import described
-from smb.torch.batches import Batches, BatchUnits
-from smb.torch.mesh_rank import MeshRank
-from smb.torch.model_tensors import ModelCheck, ModelTensors, Named, Statistics, parts_of
-from smb.torch.own_joins import OwnJoin
-from smb.torch.rank_calls import RankCalls
+from smb.torch.meshes.mesh_rank import MeshRank
+from smb.torch.meshes.rank_calls import RankCalls
+from smb.torch.meshes.shards import ShardParameters
 from smb.torch.ranks import Ranks, keeps_alike
-from smb.torch.shards import ShardParameters
-from smb.torch.shared_model import Shared, counted
-from smb.torch.shared_values import state_with, values_of
 from smb.torch.tensor_values import lasting
+from smb.torch.training.batches import Batches, BatchUnits
+from smb.torch.training.model_tensors import ModelCheck, ModelTensors, Named, Statistics, parts_of
+from smb.torch.training.own_joins import OwnJoin
+from smb.torch.training.shared_model import Shared, counted
+from smb.torch.training.shared_values import state_with, values_of
 from smb.train import group as groups
 from smb.train import member_table as t
 from smb.train.exchange.mover import ArrayMover, Mover

@@ -19,8 +19,8 @@ import smb
 from smb.config.log import TRAINING
 from smb.errors import InvalidArgumentError, NotFoundError
 from smb.spi import session_of
-from smb.torch.batches import BatchUnits
-from smb.torch.model_parameters import TensorEntry
+from smb.torch.training.batches import BatchUnits
+from smb.torch.training.model_parameters import TensorEntry
 
 _news = logging.getLogger(TRAINING)
 

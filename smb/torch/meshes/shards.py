@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 
 from smb.errors import InvalidArgumentError
 from smb.tensors import TensorTable
-from smb.torch.model_parameters import ModelParameters, TensorEntry, check, lay_out
 from smb.torch.tensor_slices import TensorSlice, local_of, runs_of, slice_of
+from smb.torch.training.model_parameters import ModelParameters, TensorEntry, check, lay_out
 from smb.train.ledger import Run, Values
 
 if TYPE_CHECKING:

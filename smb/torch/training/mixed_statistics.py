@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from smb.errors import Error
-from smb.torch.model_tensors import Statistics
+from smb.torch.training.model_tensors import Statistics
 from smb.train.steps import there
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 import smb.train
-from smb.torch.model_parameters import ModelParameters
-from smb.torch.model_tensors import Named
+from smb.torch.training.model_parameters import ModelParameters
+from smb.torch.training.model_tensors import Named
 
 if TYPE_CHECKING:
     from smb.overlap.plan import ExchangePlan

@@ -23,9 +23,9 @@ import torch
 from smb.errors import InvalidArgumentError
 from smb.tensors import TensorTable
 from smb.torch.page_lock import page_lock
-from smb.torch.staging import Staging
 from smb.torch.tensor_slices import is_sharded
 from smb.torch.tensor_values import is_expanded, lasting
+from smb.torch.training.staging import Staging
 from smb.train.parameters import BLOCK_ELEMENTS, ArrayParameters, Copies, Parameters, Values, scratch
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

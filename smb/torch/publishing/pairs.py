@@ -19,7 +19,7 @@ import torch
 from smb.arrays.dtypes import name_of
 from smb.errors import InvalidArgumentError, OutOfMemoryError
 from smb.tensors import ELEMENTS, TensorTable
-from smb.torch.state_bytes import as_torch
+from smb.torch.publishing.state_bytes import as_torch
 from smb.torch.tensor_slices import is_sharded, local_of
 from smb.torch.tensor_values import check_dense, plain
 

@@ -11,11 +11,11 @@ import torch
 import smb
 import smb.train
 from smb.errors import NotFoundError
-from smb.torch.admission import TIED, table_of
-from smb.torch.mixed_statistics import STATE
-from smb.torch.model_parameters import TensorEntry
-from smb.torch.model_tensors import plain_name
 from smb.torch.tensor_values import lasting
+from smb.torch.training.admission import TIED, table_of
+from smb.torch.training.mixed_statistics import STATE
+from smb.torch.training.model_parameters import TensorEntry
+from smb.torch.training.model_tensors import plain_name
 
 
 @lasting

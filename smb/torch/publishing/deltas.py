@@ -27,10 +27,10 @@ from smb.engine import SUM_PRIME, delta_apply, memory_of, state_sum
 from smb.errors import AlreadyExistsError, Error, InvalidArgumentError, NotFoundError, UnavailableError
 from smb.published import LOG
 from smb.relay.publication_log import LogEntry, PublicationLog, chain
-from smb.torch.delta_parts import Choice, DeltaParts, compare, pieces_of, rows_of, table_of
+from smb.torch.publishing.delta_parts import Choice, DeltaParts, compare, pieces_of, rows_of, table_of
+from smb.torch.publishing.shard_writer import Late, ShardWriter, SharedTurn, publish_together
+from smb.torch.publishing.state_bytes import PartBytes, StateBytes
 from smb.torch.ranks import Alone, Ranks
-from smb.torch.shard_writer import Late, ShardWriter, SharedTurn, publish_together
-from smb.torch.state_bytes import PartBytes, StateBytes
 
 if TYPE_CHECKING:
     import torch

@@ -24,7 +24,7 @@ from smb.engine import DELTA_PART_MAX, Runs, crc32c, delta_encode
 if TYPE_CHECKING:
     import torch
 
-    from smb.torch.state_bytes import PartBytes, StateBytes
+    from smb.torch.publishing.state_bytes import PartBytes, StateBytes
 
 ROW = np.dtype([("first", "<u8"), ("end", "<u8"), ("nbytes", "<u4"), ("crc", "<u4")])
 Rows: TypeAlias = "np.ndarray[Any, np.dtype[np.void]]"

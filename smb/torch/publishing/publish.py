@@ -1,7 +1,7 @@
 """One trainer, many readers: a whole state_dict is published as one generation, and no reader ever sees a mix of two.
 
 The state_dict lies in a buffer with versions as named tensors, byte for byte (smb/tensors.py). Generation n is version
-n of that buffer; with deltas= smb/torch/deltas.py applies. The trainer and each reader (following.py) keep one copy of
+n of that buffer; with deltas= deltas.py applies. The trainer and each reader (following.py) keep one copy of
 the state in their own memory. The trainer copies the state before anything is sent. A reader reads the whole state
 before it touches any tensor of a model. So neither a failure nor a later generation in between leaves a mixed state.
 """
@@ -30,16 +30,23 @@ from smb.pins import PIN_S_MAX
 from smb.published import ABOUT, LOG_FORMAT
 from smb.spi import session_of, versions_of
 from smb.state_costs import StateCosts
-from smb.torch.deltas import DELTAS_MAX, DeltaWriter, create
-from smb.torch.model_tensors import plain_state
-from smb.torch.pairs import PairReader, Pairs, Spool, is_in_several_ranks, is_repeatable, with_forms
-from smb.torch.published_state import State, about_of, check_same_tensors, generations_text, note_transports, state_row
+from smb.torch.publishing.deltas import DELTAS_MAX, DeltaWriter, create
+from smb.torch.publishing.pairs import PairReader, Pairs, Spool, is_in_several_ranks, is_repeatable, with_forms
+from smb.torch.publishing.published_state import (
+    State,
+    about_of,
+    check_same_tensors,
+    generations_text,
+    note_transports,
+    state_row,
+)
+from smb.torch.publishing.shard_writer import ShardWriter, check_same, parts_of, ranks_of
+from smb.torch.publishing.state_bytes import StateBytes
+from smb.torch.publishing.state_explanation import PublishedTensor, StateExplanation, state_explained
 from smb.torch.ranks import Ranks
-from smb.torch.shard_writer import ShardWriter, check_same, parts_of, ranks_of
-from smb.torch.state_bytes import StateBytes
-from smb.torch.state_explanation import PublishedTensor, StateExplanation, state_explained
 from smb.torch.tensor_slices import is_sharded, local_of
 from smb.torch.tensor_values import check_dense
+from smb.torch.training.model_tensors import plain_state
 from smb.train.group import METADATA
 
 if TYPE_CHECKING:
