@@ -12,7 +12,8 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from memserver.engine import CopyStep, Engine
+from memserver.engine import Engine
+from memserver.engine_copies import CopyStep
 from memserver.threads import Begin, begin
 from smb.errors import Error
 from smb.rpc import control_pb2 as pb
@@ -84,7 +85,7 @@ class Copier:
             copy = self._copies.get(segment_id)
         if copy is None or copy.epoch != epoch:
             return False
-        if not self._engine.abandon_copy(segment_id, epoch):
+        if not self._engine.copies.abandon_copy(segment_id, epoch):
             return copy.state is CopyStep.GONE
         _log.warning("segment %016x: its new copy is given up, because its server cannot be reached", segment_id)
         self._ended(copy, CopyStep.GONE)
@@ -152,12 +153,12 @@ class Copier:
         """Send a part, and return its bytes."""
         before = copy.copied
         try:
-            state, copied, total = self._engine.copy(segment_id, copy.epoch, self._part_bytes)
+            state, copied, total = self._engine.copies.copy(segment_id, copy.epoch, self._part_bytes)
         except Error as error:
             _log.warning("segment %016x: its new copy is given up: %s", segment_id, error)
             state, copied, total = CopyStep.GONE, 0, 0
         if state is CopyStep.GONE:
-            self._engine.abandon_copy(segment_id, copy.epoch)  # the failure may have been in the engine
+            self._engine.copies.abandon_copy(segment_id, copy.epoch)  # the failure may have been in the engine
         if state in (CopyStep.WHOLE, CopyStep.GONE):
             self._ended(copy, state)
         else:

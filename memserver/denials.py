@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from memserver.engine import Denial
+from memserver.engine_figures import Denial
 
 EVERY_S = 60.0  # at least this time passes between two lines about one session
 LINES_MAX = 20  # per EVERY_S, for all sessions together

@@ -9,7 +9,8 @@ import resource
 from collections.abc import Mapping
 
 from memserver.denials import DeniedRequests
-from memserver.engine import Engine, Share
+from memserver.engine import Engine
+from memserver.engine_figures import Share
 from memserver.memory_dir import MemoryDirectory
 from memserver.usage_by_client import Names
 from smb.daemon.host_memory import HEADROOM_BYTES, MemoryLimit
@@ -78,11 +79,11 @@ def load_of(
     engine: Engine, memory_dir: MemoryDirectory, last: LastLook, limit: MemoryLimit | None = None
 ) -> pb.ServerLoad:
     """Return the counters since the start, current locks and waits, and the busiest since the last renewal."""
-    counters = engine.counters()
+    counters = engine.figures.counters()
     last.shortage.look(counters.turned_away_total)
-    last.denied.look(*engine.take_denials(), last.clients.known(), last.buffers.known())
-    waits, found = engine.waits(WAITS_MAX)
-    sessions, connections = engine.sessions()
+    last.denied.look(*engine.figures.take_denials(), last.clients.known(), last.buffers.known())
+    waits, found = engine.figures.waits(WAITS_MAX)
+    sessions, connections = engine.figures.sessions()
     operations = [
         pb.OperationLoad(transport=transport, kind=kind, count=count, bytes=counters.transferred_bytes[transport, kind])
         for (transport, kind), count in counters.operations.items()
@@ -112,7 +113,7 @@ def load_of(
             for wait in waits
         ],
         waits_left_out=found - len(waits),
-        segments=last.segments.look(engine.segment_shares()),
+        segments=last.segments.look(engine.figures.segment_shares()),
         sessions=last.sessions.look(sessions),
         connected=[
             pb.SessionConnections(session_id=number, connections=count)

@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator, Mapping
 from prometheus_client.core import HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from memserver.engine import Counters, Engine, Share
+from memserver.engine import Engine
+from memserver.engine_figures import Counters, Share
 from memserver.life import Life
 from memserver.segments import Segments
 from memserver.usage_by_client import NamedShares, Names
@@ -46,12 +47,12 @@ class EngineMetrics(Collector):
         return []
 
     def collect(self) -> Iterator[Metric]:
-        counters = self._engine.counters()
+        counters = self._engine.figures.counters()
         yield from _traffic(counters)
         yield self._durations()
         with self._lock:
-            yield from self._of("buffer", self._engine.segment_shares())
-            yield from self._of("client", self._engine.session_shares())
+            yield from self._of("buffer", self._engine.figures.segment_shares())
+            yield from self._of("client", self._engine.figures.session_shares())
             yield self._buffer_capacity()
         yield from self._waits(counters)
         yield from _books(counters, self._capacity_bytes)
@@ -59,7 +60,7 @@ class EngineMetrics(Collector):
 
     def _durations(self) -> HistogramMetricFamily:
         family = histogram("smb_server_request_duration_seconds")
-        for labels, found in self._engine.latencies().items():
+        for labels, found in self._engine.figures.latencies().items():
             family.add_metric(labels, cumulative(LATENCY_EDGES, found.counts), found.sum_s)
         return family
 
@@ -84,7 +85,7 @@ class EngineMetrics(Collector):
         return family
 
     def _waits(self, counters: Counters) -> Iterator[Metric]:
-        waits, _ = self._engine.waits(WAITS_MAX)
+        waits, _ = self._engine.figures.waits(WAITS_MAX)
         waiting, held = gauge("smb_server_waiting_requests"), gauge("smb_server_held_locks")
         for kind in ("lock", "publication", "barrier", "version"):
             kinds = ("lock", "shared") if kind == "lock" else (kind,)

@@ -88,8 +88,8 @@ class MissingNames:
 
     def ask(self, request: pb.RenewServerRequest) -> None:
         """Add the ids whose names are missing to a renewal."""
-        request.unnamed_segments.extend(self._buffers.unknown(self._engine.segment_shares()))
-        request.unnamed_sessions.extend(self._clients.unknown(self._engine.session_shares()))
+        request.unnamed_segments.extend(self._buffers.unknown(self._engine.figures.segment_shares()))
+        request.unnamed_sessions.extend(self._clients.unknown(self._engine.figures.session_shares()))
 
     def learn(self, reply: pb.RenewServerReply) -> None:
         """Store the names in the coordinator's reply."""

@@ -16,7 +16,8 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
 from memserver.copier import Copier
-from memserver.engine import Engine, ReplicaStatus
+from memserver.engine import Engine
+from memserver.engine_copies import ReplicaStatus
 from memserver.threads import Begin, begin
 from smb.config.parse import parse_address
 from smb.engine import Status, Tls, status_name
@@ -119,7 +120,7 @@ class Replication:
         led: dict[int, int] = {}
         for part in parts:
             if part.let_move:
-                if not self._engine.let_move(part.segment_id):
+                if not self._engine.copies.let_move(part.segment_id):
                     taken.bound.append(part.segment_id)
                 continue
             if part.confirm:
@@ -127,7 +128,7 @@ class Replication:
                     taken.switchable.append(part.segment_id)
                 continue
             try:
-                self._engine.set_replica(part.segment_id, part.epoch, part.role, part.peer, copying=part.copying)
+                self._engine.copies.set_replica(part.segment_id, part.epoch, part.role, part.peer, copying=part.copying)
             except NotFoundError:  # the segment is not here, or not yet
                 continue
             except InvalidArgumentError as error:
@@ -166,7 +167,7 @@ class Replication:
         if not quarantined and not self._unrecorded:
             return
         roles = {(part.segment_id, part.epoch) for part in parts if part.role == PRIMARY}
-        statuses = [status for status in self._engine.replicas() if status.role == PRIMARY]
+        statuses = [status for status in self._engine.copies.replicas() if status.role == PRIMARY]
         known = {status.bundle_id for status in statuses if (status.segment_id, status.epoch) in roles}
         unrecorded = frozenset(
             status.segment_id
@@ -174,9 +175,9 @@ class Replication:
             if status.segment_id in quarantined and status.bundle_id not in known
         )
         for number in self._unrecorded - unrecorded:
-            self._engine.note_unrecorded(number, False)
+            self._engine.copies.note_unrecorded(number, False)
         for number in unrecorded:
-            self._engine.note_unrecorded(number, True)
+            self._engine.copies.note_unrecorded(number, True)
         self._unrecorded = unrecorded
 
     def _leads(self, segment_id: int, epoch: int) -> bool:
@@ -188,7 +189,7 @@ class Replication:
         Others of their bundles have a later role here, by records that were replaced since and had other segments.
         """
         with self._lock:
-            for status in self._engine.replicas():
+            for status in self._engine.copies.replicas():
                 told = led.get(status.segment_id, status.epoch + 1)
                 last = status.epoch + (status.role != PRIMARY)  # so that it is later than the one that was told
                 if status.epoch >= told and last > told:
@@ -197,12 +198,12 @@ class Replication:
     def _confirm(self, part: pb.Replica) -> bool:
         """Check the role, and return whether the two copies can switch their roles, as far as this server knows."""
         if part.switches and part.role == PRIMARY:
-            return self._engine.hand_over(part.segment_id, part.epoch)
+            return self._engine.copies.hand_over(part.segment_id, part.epoch)
         if part.yields:
-            self._engine.yield_role(part.segment_id, part.epoch)
+            self._engine.copies.yield_role(part.segment_id, part.epoch)
         elif not any(
             (status.segment_id, status.epoch, status.role) == (part.segment_id, part.epoch, part.role)
-            for status in self._engine.replicas()
+            for status in self._engine.copies.replicas()
         ):
             raise NotFoundError(f"segment {part.segment_id:016x} has no role {part.role} here in epoch {part.epoch}")
         return True
@@ -220,7 +221,7 @@ class Replication:
 
     def serve_until(self, boot_s: float) -> None:
         self._serving_until_s = boot_s
-        self._engine.serve_until(boot_s)
+        self._engine.copies.serve_until(boot_s)
 
     def copies(self) -> list[pb.CopyProgress]:
         """Return the progress of this server's copies, for the coordinator."""
@@ -238,7 +239,7 @@ class Replication:
     def close(self) -> None:
         with self._lock:
             self._stopping = True
-        self._engine.wake_replicas()
+        self._engine.copies.wake_replicas()
         if self._thread is not None:
             self._thread.join()
         self.copier.close()
@@ -247,12 +248,12 @@ class Replication:
         """Start the thread if it does not run. The caller holds the lock."""
         if self._thread is None and not self._stopping:
             self._thread = self._outside.begin(self._run, "replication")
-        self._engine.wake_replicas()  # a peer may have a new address
+        self._engine.copies.wake_replicas()  # a peer may have a new address
 
     def _run(self) -> None:
         seen, works = 0, False
         while not self._stopping:
-            seen = self._engine.await_replicas(seen, None if works else LOOK_S)
+            seen = self._engine.copies.await_replicas(seen, None if works else LOOK_S)
             works = self.look()
 
     def look(self) -> bool:
@@ -279,7 +280,7 @@ class Replication:
         self._told_of = {
             run: self._told_of.get(run, now) for run in ((part.peer, part.instance_id) for part in parts.values())
         }
-        for status in self._engine.replicas():
+        for status in self._engine.copies.replicas():
             part = parts.get(status.segment_id)
             if part is None or part.epoch != status.epoch or not part.peer:
                 continue
@@ -308,7 +309,7 @@ class Replication:
                 )
                 if status.role == PRIMARY and lease_out:
                     # Neither the backup nor the coordinator confirms our role: clients may know the right server.
-                    self._engine.suspend(status.segment_id)
+                    self._engine.copies.suspend(status.segment_id)
         return broken, works
 
     def _complain(self, part: pb.Replica, status: ReplicaStatus) -> None:
@@ -323,7 +324,7 @@ class Replication:
                 part.segment_id,
                 part.peer,
                 part.data_address,
-                self._engine.feed_fault(part.segment_id) or why,
+                self._engine.copies.feed_fault(part.segment_id) or why,
             )
 
     def _dial(self, part: pb.Replica, status: ReplicaStatus, unreachable: set[str]) -> None:
@@ -335,7 +336,7 @@ class Replication:
             _log.debug("the backup on %s can't be reached: %s", part.peer, error)
             return
         try:
-            self._engine.feed(
+            self._engine.copies.feed(
                 status.segment_id, status.epoch, connection, part.instance_id, tls, server_name(part.peer)
             )
         except Error as error:

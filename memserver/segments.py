@@ -134,7 +134,7 @@ class Segments:
         """
         with self._lock:
             if self.terms.registered(term):
-                self._engine.forget_ends()
+                self._engine.copies.forget_ends()
                 self._dropped.clear()
 
     def drop(self, segment_id: int, epoch: int = FOR_GOOD, ground: Ground = Ground.UNKNOWN, term: int = 0) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Mapping
 
-from memserver.engine import Share
+from memserver.engine_figures import Share
 from smb.daemon.metric_names import NAMED_MAX, OTHER
 
 ASKED_MAX = 256  # names that one renewal asks for

@@ -50,20 +50,20 @@ class Pair:
             engine.use_tls(tls_of(certificates, f"server-{number}"))
             form = SegmentForm(SEGMENT, EPOCH, Dtype.FLOAT32, CHUNK, CHUNK)
             engine.create_segment(directory / str(number), form, bundle_id=0)
-            engine.serve_until(time.clock_gettime(time.CLOCK_BOOTTIME) + 600)
+            engine.copies.serve_until(time.clock_gettime(time.CLOCK_BOOTTIME) + 600)
             self.ports.append(engine.listen_tcp("127.0.0.1", 0))
         self.primary, self.backup = self.engines
-        self.backup.set_replica(SEGMENT, EPOCH, BACKUP, "server-0")
-        self.primary.set_replica(SEGMENT, EPOCH, PRIMARY, "server-1")
+        self.backup.copies.set_replica(SEGMENT, EPOCH, BACKUP, "server-0")
+        self.primary.copies.set_replica(SEGMENT, EPOCH, PRIMARY, "server-1")
 
     def feed(self, shown: str = "server-0", expected: str = "server-1", *, plain: bool = False) -> None:
         connection = socket.create_connection(("127.0.0.1", self.ports[1]))
         connection.setblocking(False)
         tls = None if plain else tls_of(self.certificates, shown)
-        self.primary.feed(SEGMENT, EPOCH, connection.detach(), INSTANCES[1], tls, server_name(expected))
+        self.primary.copies.feed(SEGMENT, EPOCH, connection.detach(), INSTANCES[1], tls, server_name(expected))
 
     def refused(self) -> str:
-        (status,) = self.primary.replicas()
+        (status,) = self.primary.copies.replicas()
         return status.refused
 
     def connect(self, who: str | None, server: int = 1) -> RawClient:
@@ -79,7 +79,7 @@ class Pair:
 
     def changes(self) -> bytes:
         """What the backup has, read by a client of its own once it is promoted in the next epoch."""
-        self.backup.set_replica(SEGMENT, EPOCH + 1, PRIMARY, "")
+        self.backup.copies.set_replica(SEGMENT, EPOCH + 1, PRIMARY, "")
         with self.connect("client") as client:
             authorize(client, EPOCH + 1)
             reply, found = client.ask(
@@ -147,7 +147,7 @@ def test_who_may_not_feed(pair: Pair, shown: str, expected: str, why: str) -> No
         write(client)
         pair.feed(shown, expected)
         wait_for(lambda: pair.refused().upper() == why, why)
-        (status,) = pair.backup.replicas()
+        (status,) = pair.backup.copies.replicas()
         assert status.broken_ms > 0
         assert not any(pair.changes())
 
@@ -207,7 +207,7 @@ def test_a_stranger_feeds_nothing(pair: Pair, who: str | None) -> None:
         for frame, payload in ((Frame(Opcode.HELLO, lane=FEED_LANE), b""), *FEEDS.values()):
             client.send(frame, payload)
         assert client.closed()
-    (status,) = pair.backup.replicas()
+    (status,) = pair.backup.copies.replicas()
     assert status.broken_ms > 0
     assert not any(pair.changes())
 
@@ -217,7 +217,7 @@ def test_the_named_server_feeds_what_it_was_named_for(pair: Pair, tmp_path: Path
     path = Path("/dev/shm") / f"smb-test-{secrets.token_hex(6)}"
     other = SegmentForm(SEGMENT + 1, EPOCH, Dtype.FLOAT32, CHUNK, CHUNK)
     pair.backup.create_segment(path, other, bundle_id=0)
-    pair.backup.set_replica(SEGMENT + 1, EPOCH, BACKUP, "server-2")
+    pair.backup.copies.set_replica(SEGMENT + 1, EPOCH, BACKUP, "server-2")
     with pair.connect("server-0") as client:  # on a client's lane it needs a client's token, as its relay does
         assert client.ask(Frame(Opcode.HELLO, lane=256))[0].status == Status.OK
         for frame, payload in (
@@ -237,7 +237,7 @@ def test_the_named_server_feeds_what_it_was_named_for(pair: Pair, tmp_path: Path
         assert client.ask(replace(change, segment=SEGMENT + 1), payload)[0].status == Status.DENIED
         copied, image = FEEDS["a chunk"]
         assert client.ask(replace(copied, segment=SEGMENT + 1), image)[0].status == Status.DENIED
-        pair.backup.set_replica(SEGMENT, EPOCH + 1, BACKUP, "server-2")
+        pair.backup.copies.set_replica(SEGMENT, EPOCH + 1, BACKUP, "server-2")
         client.send(replace(change, epoch=EPOCH + 1), payload)
         assert client.closed()
     pair.backup.delete_segment(SEGMENT + 1)
@@ -267,7 +267,7 @@ def test_tokens_are_of_an_epoch(pair: Pair) -> None:
     with pair.connect("client", 0) as client, pair.connect("client", 0) as later:
         assert authorize(client, EPOCH, server=0) == Status.OK
         assert client.ask(read)[0].status == Status.OK
-        pair.primary.set_replica(SEGMENT, EPOCH + 1, PRIMARY, "")
+        pair.primary.copies.set_replica(SEGMENT, EPOCH + 1, PRIMARY, "")
         for asked in (EPOCH, EPOCH + 1):
             assert client.ask(replace(read, epoch=asked))[0].status == Status.STALE_EPOCH
         client.send(replace(FEEDS["a change"][0], lane=256, epoch=EPOCH + 1), b"\1" * 8)

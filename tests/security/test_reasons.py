@@ -93,7 +93,7 @@ def engine(number: int, shown: Credentials) -> Iterator[Engine]:
     made.set_keys({1: bytes(32)}, 1)
     made.use_tls(Tls(shown.ca, shown.certificate, shown.key))
     made.create_segment(path, SegmentForm(7, 1, 2, 16384, 16384), bundle_id=0)
-    made.serve_until(time.clock_gettime(time.CLOCK_BOOTTIME) + 600)
+    made.copies.serve_until(time.clock_gettime(time.CLOCK_BOOTTIME) + 600)
     try:
         yield made
     finally:
@@ -118,14 +118,17 @@ def client_to_data_port(peer: Credentials, own: Credentials) -> str:
 def primary_to_backup(peer: Credentials, own: Credentials) -> str:
     with engine(1, peer) as backup, engine(2, own) as primary:
         port = backup.listen_tcp("127.0.0.1", 0)
-        backup.set_replica(7, 1, BACKUP, "s2")
-        primary.set_replica(7, 1, PRIMARY, "s1")
+        backup.copies.set_replica(7, 1, BACKUP, "s2")
+        primary.copies.set_replica(7, 1, PRIMARY, "s1")
         with socket.create_connection(("127.0.0.1", port)) as connection:
             connection.setblocking(False)
             tls = Tls(own.ca, own.certificate, own.key)
-            primary.feed(7, 1, connection.detach(), 1, tls, server_name("s1"))
-        wait_for(lambda: primary.replicas()[0].refused or not primary.replicas()[0].broken_ms, "the feed, or its end")
-        return primary.feed_fault(7)
+            primary.copies.feed(7, 1, connection.detach(), 1, tls, server_name("s1"))
+        wait_for(
+            lambda: primary.copies.replicas()[0].refused or not primary.copies.replicas()[0].broken_ms,
+            "the feed, or its end",
+        )
+        return primary.copies.feed_fault(7)
 
 
 def coordinator_to_etcd(peer: Credentials, own: Credentials) -> str:

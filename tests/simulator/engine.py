@@ -14,7 +14,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from memserver.engine import CopyStep, FoundSegment, ReplicaStatus, SegmentForm
+from memserver.engine import FoundSegment, SegmentForm
+from memserver.engine_copies import CopyStep, ReplicaStatus
 from smb.engine import Status, segment_file_bytes, status_name
 from smb.errors import (
     AlreadyExistsError,
@@ -116,6 +117,7 @@ class Engine:
         """`on_delete` is called before memory is destroyed."""
         self._loop, self._network, self._process, self._host = loop, network, process, host
         self.instance_id, self._capacity_bytes, self._on_delete = instance_id, capacity_bytes, on_delete
+        self.copies = self.figures = self  # the parts of a real one
         self._bundles: dict[int, _Bundle] = {}
         self._ended: set[int] = set()
         self._serving_until = 0.0

@@ -416,7 +416,7 @@ def allocation_is_what_is_there(world: World) -> str:
             for copy in record.copies
             if copy.server == name and copy.id not in world.hosts[name].segments
         )
-        used = server.engine.counters().segment_bytes
+        used = server.engine.figures.counters().segment_bytes
         if used + gone != state.taken_bytes(name):
             return f"{name} has taken {used} bytes, {gone} are lost, and {state.taken_bytes(name)} count as taken"
     return ""

@@ -152,7 +152,7 @@ def serve(unix_path: Path, memory: Path, descriptors: int) -> None:
             for session in range(first, first + count):
                 engine.end_session(session)
             engine.know_ended(True)
-        counters = asdict(engine.counters())
+        counters = asdict(engine.figures.counters())
         for name in ("operations", "transferred_bytes"):
             counters[name] = {" ".join(key): value for key, value in counters[name].items()}
         print(json.dumps(counters), flush=True)

@@ -65,7 +65,7 @@ def test_operations_do_what_they_do_on_arrays(client: RdmaClient) -> None:
     model[7] += 5
     np.testing.assert_array_equal(client.read(), model)
     assert client.carrier.one_sided_bytes > 0
-    operations = client.server.engine.counters().operations
+    operations = client.server.engine.figures.counters().operations
     assert operations["verbs", "read"] == operations["verbs", "write"] == 0
     assert operations["verbs", "accumulate"] > 0
 
@@ -176,7 +176,7 @@ def test_broken_queue_pairs_lose_and_double_nothing(client: RdmaClient) -> None:
     thread.start()
     end = time.monotonic() + 200
     # The addition that falls back may be found applied already, and is not made again: the next is the first over TCP.
-    while client.server.engine.counters().operations["tcp", "accumulate"] == 0 or done < 10:
+    while client.server.engine.figures.counters().operations["tcp", "accumulate"] == 0 or done < 10:
         assert time.monotonic() < end, client.resumed
         client.add(delta)
         done += 1

@@ -19,7 +19,7 @@ def test_a_copy_of_a_later_epoch_is_not_given_up(tmp_path: Path) -> None:
 
         def replicate() -> None:
             """To a server that is not there: the copy stays on its way."""
-            run.engine.set_replica(made.id, made.epoch, PRIMARY, "b", copying=True)
+            run.engine.copies.set_replica(made.id, made.epoch, PRIMARY, "b", copying=True)
 
         run.segments.create(made, replicate=replicate)
         news: list[bool] = []

@@ -6,7 +6,7 @@ import pytest
 
 from memserver import denials
 from memserver.denials import DeniedRequests
-from memserver.engine import Denial
+from memserver.engine_figures import Denial
 
 
 class Log:

@@ -60,7 +60,7 @@ def test_room_is_given_up_as_it_was_seen_alone(tmp_path: Path, leaving: ExitStac
 
     def copying() -> None:
         """It has no whole copy yet."""
-        run.engine.set_replica(made.id, made.epoch, BACKUP, "b", copying=True)
+        run.engine.copies.set_replica(made.id, made.epoch, BACKUP, "b", copying=True)
 
     run.segments.create(made, replicate=copying)
     seen = run.segments.held()[FORM.id]
@@ -171,11 +171,11 @@ def test_another_term_may_give_a_role_that_was_ended_later(tmp_path: Path, leavi
     """
     run = Run(tmp_path, leaving)
     run.segments.registered(5)
-    run.segments.create(FORM, replicate=lambda: run.engine.set_replica(FORM.id, 2, PRIMARY, ""))
-    run.engine.set_replica(FORM.id, 6, NONE, "")
+    run.segments.create(FORM, replicate=lambda: run.engine.copies.set_replica(FORM.id, 2, PRIMARY, ""))
+    run.engine.copies.set_replica(FORM.id, 6, NONE, "")
     for term, leads in ((5, False), (6, True)):
         run.segments.registered(term)
-        run.engine.set_replica(FORM.id, 3, PRIMARY, "")
+        run.engine.copies.set_replica(FORM.id, 3, PRIMARY, "")
         held = run.engine.holds(FORM.id)
         assert held is not None
         assert (held.role == PRIMARY) is leads
@@ -427,7 +427,7 @@ def test_a_later_copy_is_not_superseded_by_an_earlier_one(tmp_path: Path, leavin
     """Whatever a coordinator with old records says. Nor does an older role take its epoch, after a restart."""
     run = Run(tmp_path, leaving)
     made = replace(FORM, epoch=3)
-    run.segments.create(made, replicate=lambda: run.engine.set_replica(made.id, 3, PRIMARY, ""))
+    run.segments.create(made, replicate=lambda: run.engine.copies.set_replica(made.id, 3, PRIMARY, ""))
     run.segments.drop(made.id, 2, Ground.SUPERSEDED)
     assert run.segments.ids() == [made.id]
     other = Engine(2, 1, 64 * MIB)
@@ -436,7 +436,7 @@ def test_a_later_copy_is_not_superseded_by_an_earlier_one(tmp_path: Path, leavin
     copy = tmp_path / "copy"
     copy.write_bytes(path.read_bytes())
     other.adopt_segment(copy)
-    other.set_replica(made.id, 2, BACKUP, "b", copying=True)
+    other.copies.set_replica(made.id, 2, BACKUP, "b", copying=True)
     held = other.holds(made.id)
     assert held is not None
     assert (held.epoch, held.whole, held.role) == (3, True, 0)

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from prometheus_client import CollectorRegistry
 
-from memserver.engine import Counters
+from memserver.engine_figures import Counters
 from memserver.life import Life
 from memserver.metrics import EngineMetrics
 from memserver.usage_by_client import NamedShares, Names
@@ -42,6 +42,7 @@ class Stub:
         numbers |= {"locks_expired": 11, "locks_revoked": 12, "waits": 0}
         maps: dict[str, Any] = {f.name: {} for f in dataclasses.fields(Counters) if f.name not in numbers}
         self.found = Counters(**(maps | numbers))
+        self.figures = self
 
     def counters(self) -> Counters:
         return self.found
