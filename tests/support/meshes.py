@@ -332,7 +332,7 @@ class Rank:
 
     def copy(self, name: str) -> bool:
         """Share a host's copy of a published state with the other ranks. Return whether this one reads."""
-        from smb.torch.host_copy import HostCopy
+        from smb.torch.publishing.host_copy import HostCopy
         from smb.torch.ranks import Ranks
 
         self._copy = HostCopy(self._client, name, 30.0, None, Ranks(self._mesh, "copy"))

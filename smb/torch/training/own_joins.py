@@ -131,7 +131,9 @@ def _left_over(found: Iterable[OwnJoin]) -> list[OwnJoin]:
     if any(each._optimizer() is not None for each in still):
         gc.collect()  # an optimizer and its learning-rate schedule refer to each other
     for each in still:
-        if each._optimizer() is None and not each.in_a_block:
+        if each._leave() is None:  # the traceback of a refusal has kept this alone: the owner is gone, and has left
+            each.end()
+        elif each._optimizer() is None and not each.in_a_block:
             each._leave_now()
             _news.info(
                 "left training %r, which this process had joined before with an optimizer that is gone; local steps "
