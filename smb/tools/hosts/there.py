@@ -23,7 +23,6 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from smb.cluster import Daemon
-from smb.config.backoff import Backoff
 from smb.daemon.held_directory import HeldDirectory, sweep
 from smb.daemon.launch import THIS_PYTHON
 from smb.errors import Error
@@ -34,7 +33,7 @@ HEARTBEAT_S = 3.0
 _MEMORY_ROOT = Path("/dev/shm")  # noqa: S108 - the system's place for shared memory
 _PREFIX = "smb-cluster"  # as LocalCluster's directories, so each sweeps what the other one left
 _LOOK_S = 0.5
-_RESTART_FIRST_S, _RESTART_MAX_S = 2.0, 30.0  # between tries to start a daemon that ended
+_RESTART_S = 2.0
 _END_S = 10.0  # between SIGTERM and SIGKILL for programs
 _SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 
@@ -92,16 +91,14 @@ def run_daemon(spec: dict[str, Any], held: HeldDirectory) -> NoReturn:
     try:
         daemon.start()
         _say(event="ready", address=daemon.address, metrics=daemon.metrics)
-        backoff = Backoff(_RESTART_FIRST_S, _RESTART_MAX_S)
         while True:
             if not daemon.running:
                 _print(f"{daemon.name} has ended; restarting it with its data")
                 try:
                     daemon.start()
-                    backoff = Backoff(_RESTART_FIRST_S, _RESTART_MAX_S)
                 except (Error, OSError) as error:
                     _print(f"{error}; the start will be tried again")
-                    time.sleep(backoff.next_s())
+                    time.sleep(_RESTART_S)
             time.sleep(_LOOK_S)
     finally:
         daemon.release()
