@@ -49,7 +49,7 @@ class OwnJoin:
         self._weights_id = weights_id
         self._parameters = frozenset(id(entry.tensor) for entry in trained)
         self._optimizer = weakref.ref(optimizer)
-        self._units = units
+        self._units = weakref.ref(units)  # they know the worker, which leaves when its owner has gone
         self._leave = weakref.WeakMethod(leave)  # the owner goes when nothing else refers to it
         self._waits = waits
         self._thread = threading.get_ident()  # the one that made the last step, or joined
@@ -92,7 +92,8 @@ class OwnJoin:
 
     def _holds_up_this_thread(self) -> bool:
         """Return True if this thread would wait for a step of this join, or for its batch in hand, in vain."""
-        return self._thread == threading.get_ident() and (self._waits or self._units.used)
+        units = self._units()
+        return self._thread == threading.get_ident() and (self._waits or (units is not None and units.used))
 
     def _leave_now(self) -> None:
         if (leave := self._leave()) is not None:
