@@ -220,12 +220,12 @@ def test_a_role_that_no_record_has_is_served_as_long_as_the_backup_confirms_it(
     address = f"127.0.0.1:{backup.engine.listen_tcp('127.0.0.1', 0)}"
     for number in (1, 2):
         form = replace(FORM, id=number)
-        follow = partial(backup.engine.set_replica, number, 1, BACKUP, "a")
+        follow = partial(backup.engine.copies.set_replica, number, 1, BACKUP, "a")
         backup.segments.create(form, replicate=follow, bundle_id=1)
         part = pb.Replica(segment_id=number, epoch=1, role=PRIMARY, peer="b", data_address=address, instance_id=1)
         primary.segments.create(form, replicate=partial(replication.take, [part]), bundle_id=1)
     replication.serve_until(boot_seconds() + 600)
-    wait_for(lambda: primary.engine.replicas()[0].broken_ms == 0, "the connection to the backup")
+    wait_for(lambda: primary.engine.copies.replicas()[0].broken_ms == 0, "the connection to the backup")
     port = primary.engine.listen_tcp("127.0.0.1", 0)
 
     def read() -> list[int]:
@@ -237,7 +237,7 @@ def test_a_role_that_no_record_has_is_served_as_long_as_the_backup_confirms_it(
     replication.note_records([], [1, 2])
     assert read() == [Status.OK] * 2
     replication.note_records([recorded], [2])
-    backup.engine.set_replica(1, 2, PRIMARY, "")
+    backup.engine.copies.set_replica(1, 2, PRIMARY, "")
     assert read() == [Status.OK] * 2, "they have one role, and the records have it"
     for others in ([], [pb.Replica(segment_id=1, epoch=1, role=BACKUP)], [pb.Replica(segment_id=1, role=PRIMARY)]):
         replication.note_records([recorded], [2])
