@@ -255,7 +255,7 @@ class RoleChanges:
         if look.run is RunLiveness.UNNAMED:
             return frozenset(segment_ids)
         state = self._commit_log.state
-        whole = {number for number, held in look.held.items() if held.whole and held.primary}
+        whole = frozenset(number for number, held in look.held.items() if held.whole and held.primary)
         # A segment that is being made moves with the others, but an interrupted creation may be of a buffer in use.
         making = {
             segment.id
