@@ -201,7 +201,7 @@ static void answers_in_order(void)
 static void answers_in_any_order(void)
 {
     struct random random = random_make(1);
-    for (int round = 0; round < ROUNDS; round++) {
+    for (int round = 0; round < ROUNDS / check_thinned(); round++) {
         /* Pieces of a few bytes would take an emulated machine longer than a call may take. */
         struct answering self = in_order(100 + random_below(&random, 100000));
         for (uint64_t swaps = 1 + random_below(&random, CHUNKS); swaps > 0; swaps--) {
@@ -219,7 +219,7 @@ static void answers_in_any_order(void)
 static void refusals_among_them(void)
 {
     struct random random = random_make(2);
-    for (int round = 0; round < ROUNDS; round++) {
+    for (int round = 0; round < ROUNDS / check_thinned(); round++) {
         struct answering self = in_order(round % 2 ? UINT32_MAX
                                                    : 100 + random_below(&random, 100000));
         for (uint64_t refusals = 1 + random_below(&random, 4); refusals > 0; refusals--)

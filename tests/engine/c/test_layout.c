@@ -38,7 +38,7 @@ static void see(const struct smb_layout *layout, const struct smb_piece *piece, 
 static void pieces_cover_a_range_once(void)
 {
     struct random random = random_make(1);
-    for (int round = 0; round < 400; round++) {
+    for (int round = 0; round < 400 / check_thinned(); round++) {
         struct smb_layout layout = random_layout(&random);
         uint64_t offset = random_below(&random, layout.bytes);
         uint64_t bytes = round % 8 ? 1 + random_below(&random, layout.bytes - offset)
@@ -66,7 +66,7 @@ static void pieces_cover_a_range_once(void)
 static void places_are_distinct_and_dense(void)
 {
     struct random random = random_make(2);
-    for (int round = 0; round < 200; round++) {
+    for (int round = 0; round < 200 / check_thinned(); round++) {
         struct smb_layout layout = random_layout(&random);
         uint8_t *taken[8] = {NULL};
         uint64_t sum = 0;
