@@ -50,11 +50,11 @@ test:
 	@$(MAKE) --no-print-directory lint soak pytest MINUTES=0.75 TESTS=tests LATEST= CONSTRAINTS= VENV=build/newest
 	@$(MAKE) --no-print-directory matrix MATRIX=--oldest LATEST=
 else
-# Installing takes one processor and the network, and the C tests need nothing of it: all at once. What needs it, and keeps
-# one processor busy each, follows when there is a free one, the longest first.
+# Installing takes one processor and the network, and the C tests need nothing of it: all at once. Then what keeps one
+# processor busy each, the longest first.
 test:
-	@$(MAKE) --no-print-directory --jobs=$$(($$(nproc) + 1)) --output-sync=target $(VENV)/test-installed packages c-test BUILDS=$(CHECKER) \
-		types simulate-short $(FUZZERS) collected style BEFORE_FUZZERS=c-test
+	@$(MAKE) --no-print-directory --jobs=$$(($$(nproc) + 1)) --output-sync=target $(VENV)/test-installed packages c-test BUILDS=$(CHECKER)
+	@$(MAKE) --no-print-directory --jobs=$$(nproc) --output-sync=target simulate-short types $(FUZZERS) collected style
 	@$(MAKE) --no-print-directory pytest
 endif
 
@@ -131,8 +131,7 @@ c-test: libssl
 
 # Arbitrary bytes for the frame parser, the server, and recovery; 10 million with `make fuzz RUNS=10000000` and clang.
 RUNS ?= 1000000
-# BEFORE_FUZZERS: what compiles the engine that they use, if that is asked for, too.
-fuzz-short: libssl $(BEFORE_FUZZERS)
+fuzz-short: libssl
 	@$(call step,$(MAKE) --no-print-directory -C tests/engine/fuzz check RUNS=4000, the fuzzers. Again: make fuzz-short)
 
 fuzz: libssl
