@@ -177,8 +177,8 @@ int smb_server_abandon_copy(struct smb_server *server, uint64_t id, uint32_t epo
  * regardless of its lease, until the segment's roles change. As soon as this returns the backup may
  * be promoted. SMB_STALE_EPOCH: this server is not the primary of a pair in that epoch. */
 int smb_server_yield(struct smb_server *server, uint64_t id, uint32_t epoch);
-/* Takes note of whether the coordinator's records have this role of the segment's bundle. While they
- * do not, a primary asks the backup before each read, regardless of its lease: the coordinator gave
+/* Notes whether the coordinator's records have this role of the segment's bundle. While they do
+ * not, a primary asks the backup before each read, regardless of its lease: the coordinator gave
  * the lease without knowing of the role, and another server may have taken over since. The next
  * role ends that. SMB_NOT_FOUND: the segment has no role. */
 int smb_server_note_unrecorded(struct smb_server *server, uint64_t id, bool unrecorded);
