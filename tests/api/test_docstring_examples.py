@@ -15,12 +15,13 @@ from torch import nn
 
 import smb
 import smb.torch
+import smb.torch.data
 import smb.train
 
 PACKAGE = Path(smb.__file__).parent
 FENCE = re.compile(r"```python\n(.*?)```", re.S)
 # A cluster of Ray (tests/ops/test_ray.py), and engines of vLLM (tests/train/test_vllm_engines.py).
-NEEDS_MORE = ("ray.py", "torch/vllm_clients.py")
+NEEDS_MORE = ("ray.py", "torch/vllm_clients.py", "torch/vllm_trainer.py")
 
 
 def examples() -> Iterator[tuple[str, str]]:
@@ -46,6 +47,8 @@ def names(client: smb.Client) -> dict[str, Any]:
     published.publish(rows)
     model = nn.Sequential(nn.Linear(64, 10))
     smb.torch.publish(client, "policy", model)
+    for name, shape in (("digits/images", (64, 64)), ("digits/labels", (64,))):
+        client.create(name, shape)
     images, labels = torch.randn(64, 64), torch.zeros(64, dtype=torch.int64)
     buffer = client.create("buffer", 1000)
     smb.train.join(client, "run", np.zeros(1000, np.float32), smb.train.LocalSGD(every=50)).close()
@@ -54,7 +57,9 @@ def names(client: smb.Client) -> dict[str, Any]:
         "gradient": rows, "other": client.create("other", 1000), "residual": smb.ErrorFeedback(buffer),
         "follower": smb.torch.follow(client, "policy"), "model": model, "images": images, "labels": labels,
         "optimizer": torch.optim.AdamW(model.parameters()), "tensor": torch.zeros(1000), "data": rows,
-        "train": len, "batches": [rows] * 3, "rate": 0.1, "values": np.zeros(1000, np.float32),
+        "publisher": smb.torch.Publisher(client, "other-policy", model), "torch": torch,
+        "Rows": smb.torch.data.Rows, "Shards": smb.torch.data.Shards, "decode": dict, "train": len,
+        "batches": [rows] * 3, "rate": 0.1, "values": np.zeros(1000, np.float32),
     }  # fmt: skip
 
 
@@ -74,6 +79,7 @@ def empty(two_servers: smb.LocalCluster) -> Iterator[smb.LocalCluster]:
             client.delete(each.name, missing_ok=True)
 
 
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")  # more processes than this machine has processors
 @pytest.mark.parametrize(("where", "code"), EXAMPLES, ids=[where for where, _ in EXAMPLES])
 def test_an_example_runs(
     where: str, code: str, empty: smb.LocalCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
