@@ -34,7 +34,7 @@ from memserver.metrics import EngineMetrics
 from memserver.rdma_target import RdmaTarget, settings_of
 from memserver.recovery import recover
 from memserver.registrant import Identity, MissingNames, Registrant
-from memserver.registration import Registration
+from memserver.registration_thread import Registration
 from memserver.relays import RelayMetrics, Relays
 from memserver.replication import Replication
 from memserver.segments import Segments

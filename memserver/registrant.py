@@ -1,5 +1,5 @@
 """Decides what this server asks of the coordinator (to register, to renew, to register again, or to ask the next
-coordinator) and what follows from the answers. It makes no calls: memserver/registration.py does, and a simulator.
+coordinator) and what follows from the answers. It makes no calls: registration_thread.py does, and a simulator.
 """
 
 from __future__ import annotations

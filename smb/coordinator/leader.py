@@ -27,7 +27,7 @@ from smb.coordinator.moves.balancer import Balancer
 from smb.coordinator.moves.copy_maker import CopyMaker
 from smb.coordinator.options import CoordinatorOptions, OwnPorts
 from smb.coordinator.outside import Outside
-from smb.coordinator.role_changes import RoleChanges
+from smb.coordinator.replica_role_changes import RoleChanges
 from smb.coordinator.segment_maker import SegmentMaker
 from smb.coordinator.service import CoordinatorService
 from smb.coordinator.session_end_notifier import SessionEndNotifier

@@ -21,7 +21,7 @@ from smb.coordinator.messages import (
     stamp_message,
 )
 from smb.coordinator.options import OwnPorts
-from smb.coordinator.role_changes import RoleChanges
+from smb.coordinator.replica_role_changes import RoleChanges
 from smb.coordinator.state import Drops
 from smb.coordinator.steps.copies import NotAskedError, deciding_peers, may_be_dropped
 from smb.coordinator.token_issuer import TokenIssuer

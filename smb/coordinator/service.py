@@ -56,7 +56,7 @@ from smb.coordinator.outside import Outside
 from smb.coordinator.placement import SERVERS_SHOWN_MAX
 from smb.coordinator.records import BufferRecord, Kind, ShownCertificate
 from smb.coordinator.registrations import Registrations
-from smb.coordinator.role_changes import RoleChanges
+from smb.coordinator.replica_role_changes import RoleChanges
 from smb.coordinator.segment_maker import OTHERS_CREATION_S, SegmentMaker
 from smb.coordinator.session_end_notifier import SessionEndNotifier
 from smb.coordinator.steps.creation import made_before

@@ -8,7 +8,7 @@ Rule (Douillard et al., DiLoCo: Distributed low-communication training of langua
 
 with lr = outer_lr and mu = outer_momentum, w_i = 1, or the worker's samples with token_weights. The inner optimizer
 (AdamW in the paper) keeps its state and never sends it. v lies on the servers, in two slots that are used in turn, and
-the step is computed by sums: W += - lr mu^2 v_before - lr (1 + mu) g (rounds.py).
+the step is computed by sums: W += - lr mu^2 v_before - lr (1 + mu) g (exchange/round_closing.py).
 
 Taxonomy: data parallel; central; synchronous, H steps apart; one write and one read of the model per worker and round:
 1/H of the bytes of BSP.
@@ -37,7 +37,7 @@ from typing import ClassVar
 from smb.buffer import Buffer
 from smb.errors import InvalidArgumentError
 from smb.tensors import TensorInfo
-from smb.train.exchange.closing import Outer
+from smb.train.exchange.round_closing import Outer
 from smb.train.exchange.rounds import RoundExchange, RoundScheme
 from smb.train.exchange.streaming import FragmentExchange
 from smb.train.fragments import FRAGMENTS_MAX, cut

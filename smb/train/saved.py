@@ -34,7 +34,7 @@ from smb.safetensors import parse_safetensors, safetensors_header
 from smb.tensors import TensorInfo, TensorTable
 from smb.train import group as groups
 from smb.train import member_table as t
-from smb.train.exchange.closing import momentum_name, state_slot, step_name
+from smb.train.exchange.round_closing import momentum_name, state_slot, step_name
 from smb.train.fragments import Span
 from smb.train.group_deletion import remove_leftovers
 from smb.train.group_making import check_lease, check_placement

@@ -14,7 +14,7 @@ from smb.html_tables import described, listed
 from smb.train import group as groups
 from smb.train import member_table as t
 from smb.train import members
-from smb.train.exchange.closing import INBOX
+from smb.train.exchange.round_closing import INBOX
 from smb.train.progress import progress_of
 from smb.train.scheme import Json
 from smb.train.work_units import epochs_of

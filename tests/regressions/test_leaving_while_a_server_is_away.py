@@ -13,7 +13,7 @@ import smb.train
 from smb.call.sync_requests import Home
 from smb.engine import AskOpcode
 from smb.train import DiLoCo, WorkUnits, members
-from smb.train.exchange.closing import Closer
+from smb.train.exchange.round_closing import Closer
 from tests.conftest import Connect
 
 AWAY = smb.UnavailableError("the server is away")

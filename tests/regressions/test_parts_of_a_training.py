@@ -21,7 +21,7 @@ import smb.train
 from smb.config.parse import TRAIN_HOST_VARIABLE
 from smb.tools.cli.main import app
 from smb.train import HSGD, DiLoCo, LocalSGD, WorkUnits, group, group_deletion, saved
-from smb.train.exchange import closing
+from smb.train.exchange import round_closing
 from smb.train.rare import hsgd
 from tests.support.daemons import DEADLINE_S
 
@@ -268,7 +268,7 @@ def test_a_host_whose_workers_have_gone(connect: Connect, monkeypatch: pytest.Mo
                 if name == "train-built":
                     raise _Killed
 
-            patch.setattr(closing, "failpoint", failpoint)
+            patch.setattr(round_closing, "failpoint", failpoint)
             own += 1
             with pytest.raises(_Killed):
                 gone.step()

@@ -14,7 +14,7 @@ from smb.coordinator.memserver_client import Look, RunLiveness
 from smb.coordinator.mirrors.filling import Mirrors
 from smb.coordinator.moves.copy_maker import CopyMaker
 from smb.coordinator.records import Held, ServerRecord
-from smb.coordinator.role_changes import RoleChanges
+from smb.coordinator.replica_role_changes import RoleChanges
 from smb.coordinator.segment_maker import SegmentMaker
 from smb.coordinator.service import CoordinatorService
 from smb.coordinator.session_end_notifier import SessionEndNotifier

@@ -30,7 +30,7 @@ from smb.coordinator.events import (
 from smb.coordinator.memserver_client import RunLiveness
 from smb.coordinator.moves.copy_maker import CopyMaker
 from smb.coordinator.registrations import Registrations
-from smb.coordinator.role_changes import RoleChanges
+from smb.coordinator.replica_role_changes import RoleChanges
 from smb.coordinator.segment_maker import SegmentMaker
 from smb.coordinator.state import State, Step, delete
 from smb.coordinator.steps import copies, creation, names, servers, unexplained

@@ -182,7 +182,7 @@ class Server:
         return bytes(handler.response_serializer(reply))
 
     async def _register(self) -> None:
-        """As memserver.registration."""
+        """As memserver.registration_thread."""
         while self.ended is None:
             pause_s = await self._turn()
             if pause_s > 0:

@@ -20,7 +20,7 @@ import smb.train
 from smb.overlap import parts, planner
 from smb.overlap import plan as overlap_plan
 from smb.train import group
-from smb.train.exchange import closing, contribution, rounds
+from smb.train.exchange import contribution, round_closing, rounds
 from smb.train.partition import Prediction
 from smb.train.traits import FUSED
 from tests.support.training_judges import mark_of, seen_in
@@ -132,5 +132,5 @@ def _kill_at(point: str, count: int) -> None:
         if left[0] == 0:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    for module in (rounds, contribution, closing, group, parts):
+    for module in (rounds, contribution, round_closing, group, parts):
         module.failpoint = reach  # type: ignore[attr-defined]

@@ -19,7 +19,7 @@ import numpy as np
 import smb
 import smb.train
 from smb.train import group
-from smb.train.exchange import closing, contribution, rounds, streaming
+from smb.train.exchange import contribution, round_closing, rounds, streaming
 from smb.train.scheme import Values
 
 COUNT = 70_000  # elements: more than one chunk, on more than one server
@@ -135,7 +135,7 @@ def signal_at(point: str, count: int, how: signal.Signals) -> None:
         if now:
             os.kill(os.getpid(), how)
 
-    for module in (rounds, contribution, closing, group, streaming):
+    for module in (rounds, contribution, round_closing, group, streaming):
         module.failpoint = reach  # type: ignore[attr-defined]
 
 

@@ -19,8 +19,8 @@ import smb
 import smb.train
 from smb.train import BSP, LocalSGD
 from smb.train import member_table as t
-from smb.train.exchange import closing
-from smb.train.exchange.closing import COUNTED, Closer
+from smb.train.exchange import round_closing
+from smb.train.exchange.round_closing import COUNTED, Closer
 from smb.train.exchange.rounds import RoundExchange, RoundScheme
 from smb.train.group import METADATA
 from smb.train.scheme import SCHEMES, scheme_of
@@ -139,7 +139,7 @@ class Rounds:
 
     def marked(self) -> int:
         """How many contributions the open round has."""
-        return len(closing.contributions(self._table.read(), self._closed))
+        return len(round_closing.contributions(self._table.read(), self._closed))
 
     def closed(self, late: Collection[int] = ()) -> set[int]:
         """After exactly one round: check that the shared model is, to the bit, what the recorded contributions make,
@@ -147,7 +147,7 @@ class Rounds:
         """
         rows = self._table.read()
         self._closed += 1
-        assert closing.round_of(rows) == self._closed
+        assert round_closing.round_of(rows) == self._closed
         counted = [slot for slot in range(self._table.slots) if rows[1 + slot, COUNTED] == self._closed]
         contributions = []
         for slot in counted:
@@ -370,7 +370,7 @@ def test_a_decision_of_several_closers(client: smb.Client, monkeypatch: pytest.M
         raise StoppedError
 
     with monkeypatch.context() as stopped:
-        stopped.setattr(closing, "failpoint", stop)
+        stopped.setattr(round_closing, "failpoint", stop)
         with pytest.raises(StoppedError):
             rounds.closer().decide(0, before.copy())
     rounds.mark(0, 4, 51, 99, 511)  # 4 is late for the word that is decided

@@ -14,7 +14,7 @@ import smb
 import smb.train
 from smb.lock import Lock
 from smb.train import DiLoCo, LocalSGD
-from smb.train.exchange import closing, rounds
+from smb.train.exchange import round_closing, rounds
 from smb.train.parameters import ArrayParameters
 from tests.support.daemons import wait_for
 from tests.support.training import Crew, waiting
@@ -80,9 +80,9 @@ def counter(monkeypatch: pytest.MonkeyPatch) -> Counter:
     counter = Counter()
     for kind, name in CALLS:
         monkeypatch.setattr(kind, name, counter.counted(getattr(kind, name)))
-    for module in (rounds, closing):
+    for module in (rounds, round_closing):
         monkeypatch.setattr(module, "at_once", counter.at_once)
-    monkeypatch.setattr(closing, "begin", counter.begin)
+    monkeypatch.setattr(round_closing, "begin", counter.begin)
     return counter
 
 

@@ -4,5 +4,5 @@ starts its two tasks, and the service answers operators by `requests`.
 
 `wanted_copies`, `copy_pace`, `primaries` and `rebalance` decide (pure), `move` and `audit` describe what was decided,
 `copy_maker` does it, and `balancer` asks for switches of roles by itself. Which copies a buffer has, and who becomes
-primary after a loss, is the core's: smb/coordinator/replicas.py, role_changes.py and steps/copies.py.
+primary after a loss, is the core's: smb/coordinator/replicas.py, replica_role_changes.py and steps/copies.py.
 """

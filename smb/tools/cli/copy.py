@@ -77,7 +77,7 @@ def snapshot(
 def _snapshot_all(directory: Path, together: list[list[str]], quiet: bool, coordinator: str | None) -> None:
     import smb.train
     from smb.files import backups
-    from smb.train.parts import trainings_in
+    from smb.train.training_buffers import trainings_in
 
     def say(line: str) -> None:
         _say(quiet, line)
@@ -99,7 +99,7 @@ def _snapshot_all(directory: Path, together: list[list[str]], quiet: bool, coord
 def _restore_all(directory: Path, replace: bool, quiet: bool, coordinator: str | None) -> None:
     import smb.train
     from smb.files import backups
-    from smb.train.parts import trainings_in
+    from smb.train.training_buffers import trainings_in
 
     entries, missing = backups.read_manifest(directory)
     for name, reason in missing.items():

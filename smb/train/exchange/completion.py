@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable
 
 from smb.train import member_table as t
-from smb.train.exchange.closing import contributions
 from smb.train.exchange.grace import Grace
+from smb.train.exchange.round_closing import contributions
 from smb.train.group import BUILT, Group
 from smb.train.long_waits import LongWait
 

@@ -9,7 +9,7 @@ import struct
 from smb.daemon.failpoint import failpoint
 from smb.errors import Error
 from smb.train import member_table as t
-from smb.train.exchange.closing import COUNTED, contributions, round_of
+from smb.train.exchange.round_closing import COUNTED, contributions, round_of
 from smb.train.group import Group
 from smb.train.guards import RefusedContributionError
 

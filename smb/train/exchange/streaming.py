@@ -27,9 +27,9 @@ from smb.buffer import Buffer
 from smb.daemon.failpoint import failpoint
 from smb.errors import Error
 from smb.train import member_table as t
-from smb.train.exchange.closing import state_slot
 from smb.train.exchange.contribution import drop
 from smb.train.exchange.mover import ArrayMover
+from smb.train.exchange.round_closing import state_slot
 from smb.train.exchange.rounds import RoundExchange, RoundScheme
 from smb.train.group import WIRE_BYTES, Group, wake
 from smb.train.guards import RefusedContributionError

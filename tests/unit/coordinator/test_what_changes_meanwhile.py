@@ -16,7 +16,7 @@ from typing import Any, cast
 import grpc.aio
 import pytest
 
-from smb.coordinator import registrations, role_changes
+from smb.coordinator import registrations, replica_role_changes
 from smb.coordinator import service as services
 from smb.coordinator.commit_log import CommitLog
 from smb.coordinator.dashboard.history import EventWatch
@@ -40,7 +40,7 @@ from smb.coordinator.mirrors.filling import Mirrors
 from smb.coordinator.moves.copy_maker import CopyMaker
 from smb.coordinator.outside import new_id
 from smb.coordinator.records import BufferRecord, Held, SegmentRecord, ServerRecord
-from smb.coordinator.role_changes import LOOK_COUNTS_S, LOOKS_AT_ONCE_MAX, RoleChanges
+from smb.coordinator.replica_role_changes import LOOK_COUNTS_S, LOOKS_AT_ONCE_MAX, RoleChanges
 from smb.coordinator.segment_maker import SegmentMaker
 from smb.coordinator.session_end_notifier import SessionEndNotifier
 from smb.coordinator.state import Interrupted
@@ -351,7 +351,7 @@ def test_a_primary_is_back_while_its_backup_is_silent(tmp_path: Path, monkeypatc
     """It was given up for a backup whose lease ran and that was lost by then. One that renews while it is looked at
     lives, though nobody answers at its address. An earlier renewal shows nothing, not even after an earlier look.
     """
-    monkeypatch.setattr(role_changes, "PROBE_S", 0.02)
+    monkeypatch.setattr(replica_role_changes, "PROBE_S", 0.02)
 
     async def work() -> None:
         async with beside(tmp_path) as log:
@@ -678,7 +678,7 @@ def test_all_survivors_are_seen_however_long_looking_at_all_takes(
 
         servers = cast(Any, Busy(living=1, holds={name: set() for name in names}))
         roles = RoleChanges(log, servers, SessionEndNotifier(log, servers))
-        monkeypatch.setattr(role_changes, "survivors", lambda _state, _now: frozenset(names) - found)
+        monkeypatch.setattr(replica_role_changes, "survivors", lambda _state, _now: frozenset(names) - found)
         found: set[str] = set()
         for _ in range(60):
             now_seen = await roles.seen_survivors()
@@ -753,7 +753,7 @@ def test_a_registration_names_the_first_server_that_does_not_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It looked at all the others before. Each of them that did not answer took a second, so that it took too long."""
-    monkeypatch.setattr(role_changes, "PROBE_S", 0.02)
+    monkeypatch.setattr(replica_role_changes, "PROBE_S", 0.02)
 
     async def work() -> None:
         names = [f"s{number:03}" for number in range(3 * LOOKS_AT_ONCE_MAX)]

@@ -1,4 +1,4 @@
-"""memserver.registrant and memserver.registration: what a server makes of the coordinator's answers."""
+"""memserver.registrant and memserver.registration_thread: what a server makes of the coordinator's answers."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from unittest.mock import Mock, call
 import grpc
 import pytest
 
-from memserver import registration
+from memserver import registration_thread
 from memserver.registrant import Identity, Registrant, Turn
-from memserver.registration import Registration
+from memserver.registration_thread import Registration
 from memserver.stamps import ServerStamp, Stamps
 from smb.rpc import control_pb2 as pb
 from smb.rpc.trailers import ANSWERED, STANDBY
@@ -57,10 +57,10 @@ def test_a_fault_does_not_end_it(monkeypatch: pytest.MonkeyPatch, caplog: pytest
     """Its thread ended at a file that was being replaced, and the server was lost to everybody."""
     credentials, reply = Mock(), pb.RegisterServerReply(lease_ms=3000)
     looks = chain([FileNotFoundError("key.pem")], repeat(credentials))
-    monkeypatch.setattr(registration, "Current", Mock(return_value=Mock(now=Mock(side_effect=looks))))
-    monkeypatch.setattr(registration, "channel", Mock())
+    monkeypatch.setattr(registration_thread, "Current", Mock(return_value=Mock(now=Mock(side_effect=looks))))
+    monkeypatch.setattr(registration_thread, "channel", Mock())
     monkeypatch.setattr(
-        registration, "CoordinatorStub", Mock(return_value=Mock(RegisterServer=Mock(return_value=reply)))
+        registration_thread, "CoordinatorStub", Mock(return_value=Mock(RegisterServer=Mock(return_value=reply)))
     )
     ours = Registration(registrant(empty()), credentials)
     wait_for(ours.connected, "registration")
