@@ -7,6 +7,7 @@ where a function of Python's begins, and where one of C's has returned.
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -41,6 +42,7 @@ def _stopped_at(place: int, call: Callable[[], object]) -> _StopError | None:
                 raise _StopError
 
     before = sys.getprofile()
+    gc.disable()  # a client that another test left would be collected here, and its finalizer swallow what is raised
     try:
         sys.setprofile(look)
         call()
@@ -48,6 +50,7 @@ def _stopped_at(place: int, call: Callable[[], object]) -> _StopError | None:
         return error
     finally:
         sys.setprofile(before)
+        gc.enable()
     return None
 
 

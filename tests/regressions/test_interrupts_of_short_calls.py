@@ -142,6 +142,7 @@ def _check_every_place(call: Callable[[], object]) -> None:
                     raise _StopError
 
         before = sys.getprofile()
+        gc.disable()  # a client that another test left would be collected, and its finalizer swallow what is raised
         sys.setprofile(look)
         try:
             call()
@@ -149,6 +150,7 @@ def _check_every_place(call: Callable[[], object]) -> None:
             return True
         finally:
             sys.setprofile(before)
+            gc.enable()
         return False
 
     assert not raised_at(0)
