@@ -166,19 +166,20 @@ class Replication:
         """
         if not quarantined and not self._unrecorded:
             return
-        roles = {(part.segment_id, part.epoch) for part in parts if part.role == PRIMARY}
-        statuses = [status for status in self._engine.copies.replicas() if status.role == PRIMARY]
-        known = {status.bundle_id for status in statuses if (status.segment_id, status.epoch) in roles}
-        unrecorded = frozenset(
-            status.segment_id
-            for status in statuses
-            if status.segment_id in quarantined and status.bundle_id not in known
-        )
-        for number in self._unrecorded - unrecorded:
-            self._engine.copies.note_unrecorded(number, False)
-        for number in unrecorded:
-            self._engine.copies.note_unrecorded(number, True)
-        self._unrecorded = unrecorded
+        with self._taking:  # a role that comes meanwhile is none of these
+            roles = {(part.segment_id, part.epoch) for part in parts if part.role == PRIMARY}
+            statuses = [status for status in self._engine.copies.replicas() if status.role == PRIMARY]
+            known = {status.bundle_id for status in statuses if (status.segment_id, status.epoch) in roles}
+            unrecorded = frozenset(
+                status.segment_id
+                for status in statuses
+                if status.segment_id in quarantined and status.bundle_id not in known
+            )
+            for number in self._unrecorded - unrecorded:
+                self._engine.copies.note_unrecorded(number, False)
+            for number in unrecorded:
+                self._engine.copies.note_unrecorded(number, True)
+            self._unrecorded = unrecorded
 
     def _leads(self, segment_id: int, epoch: int) -> bool:
         held = self._engine.holds(segment_id)
