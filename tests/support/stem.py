@@ -44,8 +44,9 @@ _MESSAGE_BYTES = 1 << 17
 _STEMS_MAX = 8
 _DESCRIPTORS_MAX = 5  # the output, that for errors, and what a daemon holds
 _POLL_S = 0.005
-# Variables that do not count. Ours are read when needed, but for one that the engine reads once.
-_FREE = ("PYTEST_CURRENT_TEST", "COLUMNS")
+# Variables that do not count. Ours are read when needed, but for one that the engine reads once. PyTorch's compiler
+# sets its own when something imports it.
+_FREE = ("PYTEST_CURRENT_TEST", "COLUMNS", "TORCHINDUCTOR_CACHE_DIR")
 _READ_ONCE = "SMB_ISA"
 _NEVER = {"SMB_ENGINE_FAILPOINT"}  # each such daemon is another one
 
@@ -170,6 +171,7 @@ class _Stem:
         request = {
             "words": words_of(command), "environment": dict(environment), "session": new_session,
             "whole": ends_whole(environment),
+            "safe": list(command[: len(SAFE)]) == SAFE or bool(environment.get("PYTHONSAFEPATH")),
         }  # fmt: skip
         return Forked(self, self.ask(request, out.fileno(), err.fileno(), *held)["pid"], command)
 
@@ -202,14 +204,14 @@ _guard = threading.Lock()
 
 def _stem_for(command: Sequence[str], environment: Mapping[str, str], cwd: str | None) -> _Stem | None:
     """Return the stem for these circumstances: it is made when one kind of daemon or command comes for the second time.
-    The first of each kind is a program, unless there is the stem and another process had a program of this kind.
+    The first of each kind is a program, unless another process had a program of this kind and there is the stem, or
+    none at all: most circumstances but the first ones are those of one test.
     """
     global _owner
     module, *arguments = words_of(command)
     if module not in MODULES or _NEVER & environment.keys():
         return None
-    if list(command[: len(SAFE)]) == SAFE:
-        environment = {**environment, "PYTHONSAFEPATH": "1"}  # its own path is that of all its forks
+    environment = {**environment, "PYTHONSAFEPATH": "1"}  # a fork gets its path from its command
     where = cwd or str(Path.cwd())
     key = (where, tuple(sorted(item for item in environment.items() if _counts(item[0]))), _circumstances())
     with _guard:
@@ -219,7 +221,7 @@ def _stem_for(command: Sequence[str], environment: Mapping[str, str], cwd: str |
         kind = (key, module, *(arguments[:1] if module != "memserver" else []))  # a command of smb
         if kind not in _seen:
             _seen.add(kind)
-            if key not in _stems or _is_first_of_all(environment.get("PYTHONSAFEPATH"), *kind[1:]):
+            if _is_first_of_all(*kind[1:]) or (_stems and key not in _stems):
                 return None
         if key not in _stems:
             if len(_stems) == _STEMS_MAX:
@@ -316,6 +318,8 @@ def become(request: dict[str, Any]) -> None:
         os.close(descriptor)
     os.environ.clear()
     os.environ.update(request["environment"])
+    if not request["safe"]:
+        sys.path.insert(0, str(Path.cwd()))  # as -m has it
     signal.signal(signal.SIGINT, signal.default_int_handler)
     module, *arguments = request["words"]
     sys.argv[:] = [module, *arguments]
@@ -366,7 +370,7 @@ def _make_memservers_options() -> None:
 
 def _main() -> None:
     if not getattr(sys.flags, "safe_path", False):
-        sys.path[0] = str(Path.cwd())  # as -m has it, not this file's directory
+        del sys.path[0]  # this file's directory, with a Python that does not know the variable
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the tests
     os.environ["OPENBLAS_NUM_THREADS"] = "1"  # else numpy starts threads, which no fork has
     descriptor, *modules = sys.argv[1:]
