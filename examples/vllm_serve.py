@@ -24,7 +24,7 @@ import smb
 import smb.torch.vllm
 
 smb.torch.vllm.register()
-from smb.torch.vllm_trainer import SmbTrainerInitInfo  # noqa: E402 - needs vLLM
+from smb.torch.vllm.trainer import SmbTrainerInitInfo  # noqa: E402 - needs vLLM
 
 WORDS = 512
 

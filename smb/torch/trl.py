@@ -1,4 +1,5 @@
-"""Published weights for TRL's AsyncGRPOTrainer: an object to pass as `weight_transfer=`. Needs TRL, 1.16 or newer.
+"""Published weights for TRL's AsyncGRPOTrainer: an object to pass as `weight_transfer=`. Needs TRL, 1.16 or newer. It
+uses smb.torch.Publisher, and the clients of vLLM's servers in smb.torch.vllm.
 
 >>> transfer = smb.torch.trl.WeightTransfer("policy", ["http://rollout-1:8000"], coordinator="storage-1:7070")
 >>> AsyncGRPOTrainer(model, ..., weight_transfer=transfer).train()
@@ -19,8 +20,8 @@ import torch
 import smb
 from smb.errors import DeadlineError, Error, InvalidArgumentError
 from smb.torch.publishing.publish import Publisher
-from smb.torch.vllm_clients import Engines
-from smb.torch.vllm_http import Server
+from smb.torch.vllm.clients import Engines
+from smb.torch.vllm.routes import Server
 
 _log = logging.getLogger("smb")
 

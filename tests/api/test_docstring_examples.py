@@ -21,7 +21,7 @@ import smb.train
 PACKAGE = Path(smb.__file__).parent
 FENCE = re.compile(r"```python\n(.*?)```", re.S)
 # A cluster of Ray (tests/ops/test_ray.py), and engines of vLLM (tests/train/test_vllm_engines.py).
-NEEDS_MORE = ("ray.py", "torch/vllm_clients.py", "torch/vllm_trainer.py")
+NEEDS_MORE = ("ray.py", "torch/vllm/clients.py", "torch/vllm/trainer.py")
 
 
 def examples() -> Iterator[tuple[str, str]]:

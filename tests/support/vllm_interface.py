@@ -255,7 +255,8 @@ def install(
         parent, _, last = name.rpartition(".")
         if parent:
             setattr(sys.modules[parent], last, module)
-    for name in ("smb.torch.vllm_engine", "smb.torch.vllm_trainer"):  # built on the stand-in, and forgotten with it
+    for name in ("vllm.engine", "vllm.trainer", "vllm_trainer"):  # built on the stand-in, and forgotten with it
+        name = f"smb.torch.{name}"
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
         del sys.modules[name]
     return workers, of_trainers

@@ -196,7 +196,7 @@ def check_trainer(base: Any, factory: Any, reload: Any, cluster: smb.LocalCluste
     for model in models:
         reload.record_metadata_for_reloading(model)
     engines = smb.torch.vllm.Engines({str(number): Engine(factory, model) for number, model in enumerate(models)})
-    from smb.torch.vllm_trainer import SmbTrainerInitInfo
+    from smb.torch.vllm.trainer import SmbTrainerInitInfo
 
     info = SmbTrainerInitInfo(name="t", coordinator=cluster.address, rank=0)
     trained = Model()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -209,6 +210,10 @@ def test_registering(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureF
     vllm.plug_in()
     assert [issubclass(each.load("smb"), object) for each in registries] == [True, True]
     assert issubclass(registries[1].load("smb"), TrainerWeightTransferEngine)
+    for module in ("smb.torch.vllm.trainer", "smb.torch.vllm_trainer"):  # the latter is its former name
+        named = import_module(module)
+        assert named.SmbTrainerWeightTransferEngine is registries[1].load("smb")
+        assert named.SmbTrainerInitInfo is registries[1].load("smb").init_info_cls
     registries = install(monkeypatch, trainers=False)
     vllm.register()
     assert [list(each.engines) for each in registries] == [["smb"], []]

@@ -75,7 +75,7 @@ def make_trainer(cluster: smb.LocalCluster, name: str, client: Any, model: Any, 
     from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
     smb.torch.vllm.register()
-    from smb.torch.vllm_trainer import SmbTrainerInitInfo
+    from smb.torch.vllm.trainer import SmbTrainerInitInfo
 
     return WeightTransferTrainerFactory.trainer_init(
         init_info=SmbTrainerInitInfo(name=name, coordinator=cluster.address, publisher=publisher, rank=0),

@@ -1,4 +1,6 @@
-"""Published weights in vLLM's engines: the weight transfer backend "smb". Needs vLLM, 0.25 or newer.
+"""Published weights in vLLM's engines: the weight transfer backend "smb". Needs vLLM, 0.25 or newer. It uses
+smb.connect, smb.torch.Publisher, and publishing/host_copy.py: one copy of a published state for all processes of a
+host.
 
 >>> llm = vllm.LLM(model, weight_transfer_config=vllm.config.WeightTransferConfig(backend="smb"))
 >>> llm.init_weight_transfer_engine({"init_info": {"name": "policy", "coordinator": "storage-1:7070"}})
@@ -7,8 +9,8 @@
 >>> llm.finish_weight_update()
 
 vLLM finds `plug_in` by its entry point in each process that it starts; if plugins are switched off (VLLM_PLUGINS), call
-`register`. The workers' engine is in smb/torch/vllm_engine.py. The trainer's, which makes these calls itself, is in
-smb/torch/vllm_trainer.py.
+`register`. `engine` has the workers' engine, with `check`; `trainer` has the trainer's, which makes these calls itself.
+`clients` (several engines as one client) and `routes` (a server by HTTP) need no vLLM.
 """
 
 from __future__ import annotations
@@ -18,8 +20,8 @@ import logging
 from typing import Any
 
 from smb.errors import InvalidArgumentError
-from smb.torch.vllm_clients import BACKEND as BACKEND
-from smb.torch.vllm_clients import Engines as Engines
+from smb.torch.vllm.clients import BACKEND as BACKEND
+from smb.torch.vllm.clients import Engines as Engines
 
 _PARAMETERS = ("config", "vllm_config", "device", "model")
 
@@ -40,11 +42,11 @@ def register() -> None:
             f"weight transfer backend {BACKEND!r}: this vLLM's engines take ({', '.join(parameters)}), but the backend "
             f"needs engines that take ({', '.join(_PARAMETERS)}): use vLLM 0.25 or newer"
         )
-    from smb.torch.vllm_engine import SmbWeightTransferEngine
+    from smb.torch.vllm.engine import SmbWeightTransferEngine
 
     _register(factory.WeightTransferEngineFactory, SmbWeightTransferEngine)
     if hasattr(factory, "WeightTransferTrainerFactory"):
-        from smb.torch.vllm_trainer import SmbTrainerWeightTransferEngine
+        from smb.torch.vllm.trainer import SmbTrainerWeightTransferEngine
 
         _register(factory.WeightTransferTrainerFactory, SmbTrainerWeightTransferEngine)
 

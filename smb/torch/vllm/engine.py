@@ -26,7 +26,7 @@ import smb
 from smb.errors import Error, InvalidArgumentError
 from smb.torch.publishing.host_copy import HostCopy, agreed
 from smb.torch.ranks import Ranks
-from smb.torch.vllm_check import check_fits
+from smb.torch.vllm.check import check_fits
 
 if TYPE_CHECKING:
     from smb.client import Client
