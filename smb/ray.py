@@ -1,4 +1,4 @@
-"""A memory server on each node of a Ray cluster, for as long as a job runs.
+"""A memory server on each node of a Ray cluster, for as long as a job runs. It uses smb.cluster, which starts daemons.
 
     import smb.ray
     with smb.ray.start(capacity_per_node="16GiB") as cluster:

@@ -1,4 +1,5 @@
-"""Training with others in a script that uses Hugging Face's Accelerate. Needs accelerate.
+"""Training with others in a script that has Hugging Face's Accelerate. Needs accelerate. It uses smb.torch.join, and
+reads which of the script's processes this one is.
 
 >>> model, optimizer, data = accelerator.prepare(model, optimizer, data)
 >>> with smb.torch.accelerate.join(accelerator, model, optimizer, "run", scheme="diloco", every=50):

@@ -1,4 +1,5 @@
 """`torch.distributed.checkpoint` on buffers: a model and its optimizer, saved by some ranks and loaded by any others.
+It uses what users import of smb, how smb.torch changes tensors into bytes, and limits.
 
     dcp.save(state, storage_writer=smb.torch.checkpoint.Writer(client, "run/ckpt"))
     dcp.load(state, storage_reader=smb.torch.checkpoint.Reader(client, "run/ckpt"))

@@ -1,4 +1,6 @@
-"""What the log of a framework says of a training's exchanges: hf.py, lightning.py and accelerate.py add it."""
+"""What the log of a framework says of a training's exchanges: hf.py, lightning.py and accelerate.py add it. It uses
+what smb.torch.join returns.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Training with others in Hugging Face's Trainer: one callback. Needs transformers.
+"""Training with others in Hugging Face's Trainer: one callback. Needs transformers. It uses smb.torch.join and what
+that returns, and reads which of the Trainer's processes this one is.
 
 >>> together = smb.torch.hf.Callback("run", scheme="diloco", every=50)
 >>> Trainer(model, arguments, train_dataset=data, callbacks=[together]).train()
