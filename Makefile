@@ -115,10 +115,13 @@ format-c: $(VENV)/test-installed
 matrix: $(VENV)/test-installed
 	$(BIN)/python -m tests.matrix $(MATRIX)
 
-# Newer versions of everything into tests/constraints.txt, one solution for every Python from 3.10 on.
+# Newer versions of everything into tests/constraints.txt, one solution for every Python from 3.10 on. Not of these extras, which would
+# hold others back: tests/stacks-constraints.txt has versions for two of them.
+NOT_LOCKED := vllm trl verl
+EXTRAS = $(filter-out $(NOT_LOCKED),$(shell sed -n '/^\[project.optional-dependencies\]/,/^\[project.scripts\]/s/^\([a-z]*\) = .*/\1/p' pyproject.toml))
 lock: $(VENV)/test-installed
 	sed -n 's/^requires = \[\(.*\)\]/\1/p' pyproject.toml | sed 's/", "/\n/g; s/"//g' | \
-		$(BIN)/uv pip compile --quiet --system-certs --universal --python-version 3.10 --upgrade --no-annotate --all-extras \
+		$(BIN)/uv pip compile --quiet --system-certs --universal --python-version 3.10 --upgrade --no-annotate $(EXTRAS:%=--extra %) \
 		--custom-compile-command "make lock" --output-file tests/constraints.txt pyproject.toml tests/requirements.txt tests/ops/deploy/release-requirements.txt \
 		perf/requirements.txt -
 
@@ -270,7 +273,7 @@ mpi-tests: $(VENV)/test-installed
 	@$(call step,$(BIN)/python -m pytest tests/api/test_one_sided.py, pytest. One test again: make mpi)
 
 stacks-tests: $(VENV)/installed
-	@$(call step,$(call pip-install,--requirement tests/stacks-requirements.txt), TRL and verl. The same call again goes on from there)
+	@$(call step,$(call pip-install,--editable ".[trl,verl]" --requirement tests/stacks-requirements.txt), TRL and verl. The same call again goes on from there)
 	@$(call step,$(BIN)/python -m pytest --durations 5 $(or $(TESTS),tests/train/test_trl.py tests/train/test_trl_training.py \
 		tests/train/test_verl.py), pytest. One test again: make stacks TESTS=FILE::TEST)
 

@@ -1,5 +1,5 @@
-"""Training with others in a script that has Hugging Face's Accelerate. Needs accelerate. It uses smb.torch.join, and
-reads which of the script's processes this one is.
+"""Training with others in a script that has Hugging Face's Accelerate, which it needs (the extra `hf`). It uses
+smb.torch.join, and reads which of the script's processes this one is.
 
 >>> model, optimizer, data = accelerator.prepare(model, optimizer, data)
 >>> with smb.torch.accelerate.join(accelerator, model, optimizer, "run", scheme="diloco", every=50):

@@ -1,5 +1,5 @@
-"""Training with others in Hugging Face's Trainer: one callback. Needs transformers. It uses smb.torch.join and what
-that returns, and reads which of the Trainer's processes this one is.
+"""Training with others in Hugging Face's Trainer: one callback. Needs transformers (the extra `hf`). It uses
+smb.torch.join and what that returns, and reads which of the Trainer's processes this one is.
 
 >>> together = smb.torch.hf.Callback("run", scheme="diloco", every=50)
 >>> Trainer(model, arguments, train_dataset=data, callbacks=[together]).train()

@@ -1,5 +1,5 @@
-"""Training with others in Lightning's Trainer: one callback. Needs lightning. It uses smb.torch.join and what
-that returns, and reads which of the Trainer's processes this one is.
+"""Training with others in Lightning's Trainer: one callback. Needs Lightning (the extra `lightning`). It uses
+smb.torch.join and what that returns, and reads which of the Trainer's processes this one is.
 
 >>> trainer = lightning.Trainer(callbacks=[smb.torch.lightning.Callback("run", scheme="diloco", every=50)])
 >>> trainer.fit(module, data)

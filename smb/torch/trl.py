@@ -1,5 +1,5 @@
-"""Published weights for TRL's AsyncGRPOTrainer: an object to pass as `weight_transfer=`. Needs TRL, 1.16 or newer. It
-uses smb.torch.Publisher, and the clients of vLLM's servers in smb.torch.vllm.
+"""Published weights for TRL's AsyncGRPOTrainer: an object to pass as `weight_transfer=`. Needs TRL, 1.16 or newer
+(the extra `trl`). It uses smb.torch.Publisher, and the clients of vLLM's servers in smb.torch.vllm.
 
 >>> transfer = smb.torch.trl.WeightTransfer("policy", ["http://rollout-1:8000"], coordinator="storage-1:7070")
 >>> AsyncGRPOTrainer(model, ..., weight_transfer=transfer).train()

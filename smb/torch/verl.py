@@ -1,5 +1,5 @@
-"""Published weights for verl: the checkpoint engine "smb". Needs verl, 0.9.1 or newer. It uses smb.torch.Publisher and
-smb.torch.follow.
+"""Published weights for verl: the checkpoint engine "smb". Needs verl, 0.9.1 or newer (the extra `verl`). It uses
+smb.torch.Publisher and smb.torch.follow.
 
     actor_rollout_ref.rollout.checkpoint_engine.backend=smb
     actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module=smb.torch.verl

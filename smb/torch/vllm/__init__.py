@@ -1,6 +1,6 @@
-"""Published weights in vLLM's engines: the weight transfer backend "smb". Needs vLLM, 0.25 or newer. It uses
-smb.connect, smb.torch.Publisher, and publishing/host_copy.py: one copy of a published state for all processes of a
-host.
+"""Published weights in vLLM's engines: the weight transfer backend "smb". Needs vLLM, 0.25 or newer (the extra
+`vllm`). It uses smb.connect, smb.torch.Publisher, and publishing/host_copy.py: one copy of a published state for all
+processes of a host.
 
 >>> llm = vllm.LLM(model, weight_transfer_config=vllm.config.WeightTransferConfig(backend="smb"))
 >>> llm.init_weight_transfer_engine({"init_info": {"name": "policy", "coordinator": "storage-1:7070"}})
