@@ -98,7 +98,8 @@ class Leading:
             clock=outside.now,
         )
         state_metrics = StateMetrics(lambda: (commit_log.state, commit_log.now()), outside.now().monotonic - begun)
-        servers = MemoryServers(options.credentials, outside.connections, commit_log.state.lineage.stamp.term)
+        term = commit_log.state.lineage.stamp.term
+        servers = MemoryServers(options.credentials, outside.connections, term, outside.draw)
         leaving.push_async_callback(servers.close)
         endings = SessionEndNotifier(commit_log, servers)
         leaving.push_async_callback(endings.close)
@@ -118,7 +119,7 @@ class Leading:
 
         commit_log.on_commit = saw
         shared = pb.SharedSettings(checksum=options.checksum)
-        segments = SegmentMaker(commit_log, servers, outside.new_id)
+        segments = SegmentMaker(commit_log, servers, outside.new_id, outside.draw)
         leaving.push_async_callback(segments.finish)
         roles = RoleChanges(commit_log, servers, endings)
         copy_maker = CopyMaker(commit_log, servers, roles.tell_roles, segments.drop)

@@ -1,4 +1,6 @@
-"""The coordinator's calls to memory servers, over gRPC. Each call has a deadline; none is retried here."""
+"""The coordinator's calls to memory servers, over gRPC. Each call has a deadline. A call is retried here only while a
+server refuses it because it is about to register.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +13,7 @@ from typing import TypeVar
 import grpc
 import grpc.aio
 
+from smb.config.backoff import Backoff, own_random
 from smb.config.request_ids import passed_on
 from smb.coordinator.lineage import Stamp
 from smb.coordinator.messages import held_of, stamp_message
@@ -29,8 +32,11 @@ _LAST_CALLS_S = 24 * 3600.0  # longer than any deadline in this file
 CREATE_BYTES_PER_S_MIN = 20 << 20
 _LEASE_LOOK_S = 0.5
 PROBE_S = 1.0
-# Pauses before a call is repeated that a server refused because its registration with this coordinator is not complete.
-_REGISTERS_S = (0.05, 0.1, 0.2, 0.4, 0.8, 1.0)
+# How long a call is repeated that a server refuses because its registration with this coordinator is not complete, and
+# the pauses between two tries.
+_REGISTERS_S = 2.5
+_REGISTERS_SOON_S = 0.35  # while renewals of other servers wait
+_REGISTERS_AGAIN_FIRST_S, _REGISTERS_AGAIN_MAX_S = 0.05, 1.0
 
 
 Reply = TypeVar("Reply")
@@ -69,18 +75,6 @@ class _ServerChannel:
     stub: MemoryServerStub
 
 
-async def _once_registered(call: Callable[[], Awaitable[Reply]], pauses_s: Sequence[float] = _REGISTERS_S) -> Reply:
-    """Return what a call returns, repeated while the server is not registered with this coordinator."""
-    for pause_s in pauses_s:
-        try:
-            return await call()
-        except grpc.aio.AioRpcError as error:
-            if error.code() is not grpc.StatusCode.ABORTED:
-                raise
-        await asyncio.sleep(pause_s)
-    return await call()
-
-
 async def _while_alive(call: Awaitable[Reply], alive: Callable[[], bool]) -> Reply | None:
     """Return what a call to a server returns; None once the server is not alive."""
 
@@ -104,12 +98,18 @@ class MemoryServers:
     """
 
     def __init__(
-        self, credentials: Credentials | None = None, connections: Connections | None = None, term: int = 0
+        self,
+        credentials: Credentials | None = None,
+        connections: Connections | None = None,
+        term: int = 0,
+        draw: Callable[[], float] = own_random.random,
     ) -> None:
         """`connections`: how servers are reached; None: over the network. `term`: this coordinator's, as in stamps. A
-        server that is registered with another one takes no roles and drops nothing for it. 0: it is not said.
+        server that is registered with another one takes no roles and drops nothing for it. 0: it is not said. `draw`
+        returns numbers from 0 to 1, which spread the pauses between tries.
         """
         self._term = term
+        self._draw = draw
         self._connections = connections or GrpcConnections()
         self._current = Current(credentials) if credentials is not None else None
         self._peers: dict[str, _ServerChannel] = {}
@@ -206,8 +206,8 @@ class MemoryServers:
                 term=self._term,
             )
             # Renewals of other servers wait for this, so not for long: a registration brings all roles, too.
-            reply: pb.TakeRolesReply = await _once_registered(
-                lambda: peer.stub.TakeRoles(request, timeout=ANSWER_S, metadata=passed_on()), _REGISTERS_S[:3]
+            reply: pb.TakeRolesReply = await self._once_registered(
+                lambda: peer.stub.TakeRoles(request, timeout=ANSWER_S, metadata=passed_on()), _REGISTERS_SOON_S
             )
         except grpc.aio.AioRpcError as error:
             raise self._failure(server, "take roles", error) from error
@@ -233,8 +233,8 @@ class MemoryServers:
                 instance_id=server.instance_id,
                 term=self._term,
             )
-            reply = await _once_registered(
-                lambda: peer.stub.DeleteSegment(request, timeout=ANSWER_S, metadata=passed_on())
+            reply = await self._once_registered(
+                lambda: peer.stub.DeleteSegment(request, timeout=ANSWER_S, metadata=passed_on()), _REGISTERS_S
             )
         except grpc.aio.AioRpcError as error:
             raise self._failure(server, "drop a segment", error) from error
@@ -293,6 +293,22 @@ class MemoryServers:
 
     def _credentials(self) -> Credentials | None:
         return self._current.now() if self._current is not None else None
+
+    async def _once_registered(self, call: Callable[[], Awaitable[Reply]], patience_s: float) -> Reply:
+        """Return what a call returns, repeated while the server is not registered with this coordinator. The last try
+        begins when `patience_s` is over.
+        """
+        now = asyncio.get_running_loop().time
+        end = now() + patience_s
+        backoff = Backoff(_REGISTERS_AGAIN_FIRST_S, _REGISTERS_AGAIN_MAX_S, lambda: end - now(), self._draw)
+        while True:
+            last = now() >= end
+            try:
+                return await call()
+            except grpc.aio.AioRpcError as error:
+                if last or error.code() is not grpc.StatusCode.ABORTED:
+                    raise
+            await asyncio.sleep(backoff.next_s())
 
     def _peer(self, server: ServerRecord) -> _ServerChannel:
         known = self._peers.get(server.name)

@@ -77,3 +77,7 @@ class Outside:
     in_thread: Callable[..., Awaitable[Any]] = asyncio.to_thread
     connections: Connections = field(default_factory=GrpcConnections)
     end_process: Callable[[int], object] = os._exit
+
+    def draw(self) -> float:
+        """Return a random number from 0 to 1, as Backoff asks for."""
+        return self.uniform(0.0, 1.0)

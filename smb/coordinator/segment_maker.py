@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 
+from smb.config.backoff import Backoff, own_random
 from smb.coordinator.commit_log import CommitLog, Committed
 from smb.coordinator.events import (
     BufferFailed,
@@ -35,7 +36,7 @@ from smb.errors import NOT_APPLIED, UNKNOWN, Error, OutOfMemoryError, Unavailabl
 
 _log = logging.getLogger("coordinator")
 OTHERS_CREATION_S = 30.0  # how long a create with exist_ok waits for another client's creation of the same name
-_MOVING_PAUSE_S = 0.1  # between tries to create a buffer in a bundle that is moving
+_MOVING_FIRST_S, _MOVING_MAX_S = 0.1, 0.2  # pauses between tries to create a buffer in a bundle that is moving
 _LOST_COPY_S = 2.0  # wait for a lost copy of the bundle; by then the copy maker has begun it
 _FINISH_S = 5.0
 
@@ -53,9 +54,17 @@ class _MuteServersError(UnavailableError):
 class SegmentMaker:
     """Used in the coordinator's loop only."""
 
-    def __init__(self, commit_log: CommitLog, servers: MemoryServers, new_id: Callable[[], int] = new_id) -> None:
-        """`new_id` returns a random id for a segment or a buffer."""
-        self._new_id = new_id
+    def __init__(
+        self,
+        commit_log: CommitLog,
+        servers: MemoryServers,
+        new_id: Callable[[], int] = new_id,
+        draw: Callable[[], float] = own_random.random,
+    ) -> None:
+        """`new_id` returns a random id for a segment or a buffer. `draw` returns numbers from 0 to 1, which spread the
+        pauses between tries.
+        """
+        self._new_id, self._draw = new_id, draw
         self._commit_log = commit_log
         self._servers = servers
         self._creations: set[asyncio.Task[BufferRecord]] = set()
@@ -81,13 +90,14 @@ class SegmentMaker:
 
     async def _create(self, creation: Creation, patience_s: float, waiting: Waiting) -> BufferRecord:
         begun = self._now()
+        backoff = Backoff(_MOVING_FIRST_S, _MOVING_MAX_S, lambda: begun + patience_s - self._now(), self._draw)
         while True:
             try:
                 return await self._create_now(creation, waiting, waits=self._now() - begun < _LOST_COPY_S)
             except NotNowError:
-                if self._now() - begun + _MOVING_PAUSE_S > patience_s:
+                if backoff.over():
                     raise
-            await asyncio.sleep(_MOVING_PAUSE_S)
+            await asyncio.sleep(backoff.next_s())
 
     async def _create_now(self, creation: Creation, waiting: Waiting, *, waits: bool) -> BufferRecord:
         deadline = self._now() + OTHERS_CREATION_S

@@ -42,7 +42,7 @@ class Contender:
         self, location: EtcdLocation, access: Access, lease_s: int, around: Around, shown: ShownLeader
     ) -> None:
         self._location = location
-        self._draw = lambda: around.outside.uniform(0, 1)
+        self._draw = around.outside.draw
         around.health.heard_etcd()  # its silence counts from now on
         self._etcd = Etcd(location.endpoints, access, around.outside.connections, self._draw, around.health.heard_etcd)
         self._roster = Roster(

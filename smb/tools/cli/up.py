@@ -24,7 +24,9 @@ if TYPE_CHECKING:
     from smb.tools.hosts import Ssh
 
 _LOOK_INTERVAL_SECONDS = 0.5
-_RESTART_INTERVAL_SECONDS = 2.0  # between two starts of a daemon that keeps ending
+# Between two starts of a daemon that keeps ending. No Backoff: the daemons are this process's own, and longer pauses
+# would keep one away for longer.
+_RESTART_INTERVAL_SECONDS = 2.0
 _PAGE = "127.0.0.1:9470"  # the default of `smb coordinator`
 
 

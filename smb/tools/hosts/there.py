@@ -33,7 +33,7 @@ HEARTBEAT_S = 3.0
 _MEMORY_ROOT = Path("/dev/shm")  # noqa: S108 - the system's place for shared memory
 _PREFIX = "smb-cluster"  # as LocalCluster's directories, so each sweeps what the other one left
 _LOOK_S = 0.5
-_RESTART_S = 2.0
+_RESTART_S = 2.0  # no Backoff: the daemon is this process's own, and longer pauses would keep it away for longer
 _END_S = 10.0  # between SIGTERM and SIGKILL for programs
 _SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 
