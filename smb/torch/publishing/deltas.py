@@ -29,7 +29,6 @@ from smb.published import LOG
 from smb.relay.publication_log import LogEntry, PublicationLog, chain
 from smb.torch.publishing.delta_parts import Choice, DeltaParts, compare, pieces_of, rows_of, table_of
 from smb.torch.publishing.shard_writer import Late, ShardWriter, SharedTurn, publish_together
-from smb.torch.publishing.state_bytes import PartBytes, StateBytes
 from smb.torch.ranks import Alone, Ranks
 
 if TYPE_CHECKING:
@@ -39,6 +38,8 @@ if TYPE_CHECKING:
     from smb.call.versions import Publication
     from smb.client import Client
     from smb.relay.reader_source import Nearest
+    from smb.torch.publishing.state_bytes import PartBytes, StateBytes
+    from smb.torch.publishing.whole_writer import WholeWriter
 
 DELTAS_MAX = 1024
 _log = logging.getLogger("smb")
@@ -72,32 +73,29 @@ class DeltaWriter:
     def __init__(
         self,
         client: Client,
-        wholes: Buffer,
-        memory: StateBytes | PartBytes,
+        state: Buffer,
+        wholes: WholeWriter | ShardWriter,
         deltas: int,
         placement: Mapping[str, Any],
         made: list[Buffer],
         ranks: Ranks | None = None,
     ) -> None:
-        """`wholes` is the state's buffer; with `ranks`, `memory` is that of `parts_of`. A log is made if it does not
-        exist, and added to `made`.
+        """`state` is the state's buffer, and `wholes` publishes in it, together with `ranks`. A log is made if it does
+        not exist, and added to `made`.
         """
         self._ranks = ranks or Alone()
-        size, metadata = PublicationLog.form(deltas, wholes.nbytes)
-        name = wholes.name + LOG
+        size, metadata = PublicationLog.form(deltas, state.nbytes)
+        name = state.name + LOG
         with self._ranks.agreed():
             if self._ranks.speaks:
                 buffer = create(client, made, name, size, "uint8", metadata=metadata, **placement)
-                self._log = _log_of(buffer, deltas, wholes)
+                self._log = _log_of(buffer, deltas, state)
         with self._ranks.agreed():
             if not self._ranks.speaks:
-                self._log = _log_of(client.open(name), deltas, wholes)
+                self._log = _log_of(client.open(name), deltas, state)
         self._wholes = wholes
-        self._memory = memory
-        self._pieces = pieces_of(memory)  # made once: a shard that is cut into columns has many runs
-        self._shards: ShardWriter | None = None
-        if ranks is not None and isinstance(memory, PartBytes):
-            self._shards = ShardWriter(wholes, ranks, memory)
+        self._memory = wholes.memory
+        self._pieces = pieces_of(self._memory)  # made once: a shard that is cut into columns has many runs
         self._deltas = deltas
         self._last: LogEntry | None = None  # the entry under which the memory was published; None: publish it whole
         self._begin = 0  # where the deltas since the last whole state begin in the ring
@@ -245,10 +243,7 @@ class DeltaWriter:
     def _publish_whole(self, asked: str, timeout: float, late: Late) -> int:
         """Publish the memory as a version of the state's buffer, and return its number. With all ranks."""
         self.sent_bytes += self._memory.nbytes
-        if isinstance(self._memory, StateBytes):
-            return self._wholes.publish(self._memory.elements, timeout=timeout)
-        assert self._shards is not None
-        return self._shards.publish_whole(asked, timeout, late)
+        return self._wholes.publish_whole(asked, timeout, late)
 
 
 class DeltaReader:
@@ -269,8 +264,6 @@ class DeltaReader:
         self._name = wholes.name
         self._logs = nearest.beside(self._log.buffer)
         self._memory = memory
-        # A generation's sum is over the whole state. Parts have no sum, but each part of a delta has a checksum.
-        self._is_whole = isinstance(memory, StateBytes)
         self.generation = 0  # the generation of `memory`
         self._returned = 0  # by the last read; mirrors that are behind this generation are not read
         self._total = 0
@@ -365,7 +358,7 @@ class DeltaReader:
         except NotFoundError:  # overwritten; a later entry names another one
             return None
         self.received_bytes += self._memory.nbytes
-        if self._is_whole:
+        if self._memory.is_whole:
             self._total = state_sum(self._memory.width, self._memory.bytes, self._memory.runs)
             if self._total != wanted.whole_total:
                 return None
@@ -377,7 +370,7 @@ class DeltaReader:
         chosen = []
         for entry in deltas:
             read = partial(self._read_range, source, entry)
-            chosen.append(Choice(read, entry.nbytes, None if self._is_whole else self._memory.runs))
+            chosen.append(Choice(read, entry.nbytes, None if self._memory.is_whole else self._memory.runs))
         return chosen if all(choice.is_valid for choice in chosen) else None
 
     def _read_range(self, source: Buffer, entry: LogEntry, start: int, nbytes: int) -> np.ndarray[Any, Any]:
@@ -407,7 +400,7 @@ class DeltaReader:
                 return False
             if len(delta):
                 total = delta_apply(memory.width, memory.bytes, memory.runs, memory.count, delta, total)
-        if total is None or (self._is_whole and total != wanted):
+        if total is None or (memory.is_whole and total != wanted):
             return False
         self.generation, self._total = to, total
         return True

@@ -229,7 +229,7 @@ class Follower:
         asked = f"load {self.buffer.name!r}"
         here = {name: tensor for name, tensor in plain_state(model).items() if isinstance(tensor, torch.Tensor)}
         tensors = self._named()
-        if isinstance(self._memory, StateBytes) and any(is_sharded(tensor) for tensor in here.values()):
+        if self._memory.is_whole and any(is_sharded(tensor) for tensor in here.values()):
             raise InvalidArgumentError(
                 f"{asked}: the model is sharded: call follow() with placements=model, which reads this rank's parts of "
                 f"it"

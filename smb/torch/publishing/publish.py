@@ -14,7 +14,6 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeAlias
 
@@ -23,12 +22,11 @@ import torch
 import smb
 from smb.call.published_states import PUBLISHER
 from smb.config.pickling import refuse_pickle
-from smb.engine import memory_at
 from smb.errors import AlreadyExistsError, Error, InvalidArgumentError, NotFoundError
 from smb.html_tables import described
 from smb.pins import PIN_S_MAX
 from smb.published import ABOUT, LOG_FORMAT
-from smb.spi import session_of, versions_of
+from smb.spi import session_of
 from smb.state_costs import StateCosts
 from smb.torch.publishing.deltas import DELTAS_MAX, DeltaWriter, create
 from smb.torch.publishing.pairs import PairReader, Pairs, Spool, is_in_several_ranks, is_repeatable, with_forms
@@ -41,8 +39,8 @@ from smb.torch.publishing.published_state import (
     state_row,
 )
 from smb.torch.publishing.shard_writer import ShardWriter, check_same, parts_of, ranks_of
-from smb.torch.publishing.state_bytes import StateBytes
 from smb.torch.publishing.state_explanation import PublishedTensor, StateExplanation, state_explained
+from smb.torch.publishing.whole_writer import WholeWriter
 from smb.torch.ranks import Ranks
 from smb.torch.tensor_slices import is_sharded, local_of
 from smb.torch.tensor_values import check_dense
@@ -60,54 +58,7 @@ Forms: TypeAlias = Mapping[str, tuple[Sequence[int], Any]]
 
 # Readers' pins that are not renewed end within PIN_S_MAX; the rest is time for the publication itself.
 _PATIENCE_S = PIN_S_MAX + 5.0
-_TURN_S = 10.0  # the next publisher waits so long for one that was killed; a living one renews its turn
 _log = logging.getLogger("smb")
-
-
-class _WholeWriter:
-    """Publishes each generation whole."""
-
-    def __init__(self, buffer: Buffer) -> None:
-        self._buffer = buffer
-        self.sent_bytes = buffer.nbytes
-
-    @cached_property
-    def _state(self) -> StateBytes:
-        """Memory of the state's size, which publish_pairs does not need."""
-        return StateBytes(self._buffer)
-
-    @property
-    def generation(self) -> int:
-        """The generation that was published last."""
-        return self._buffer.version
-
-    def take(self, given: Mapping[str, torch.Tensor]) -> int:
-        """Copy a state for publish(). It was checked, and has stored tensors only. Return the number of bytes."""
-        return self._state.take(given)
-
-    def take_pairs(self, pairs: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """As take, one tensor after the other."""
-        for name, tensor in pairs:
-            self._state.take({name: tensor})
-            del tensor  # before the next one is made
-
-    def publish(self, _asked: str, timeout: float) -> int:
-        """Publish the state that was taken last. Return its generation."""
-        return self._buffer.publish(self._state.elements, timeout=timeout)
-
-    def publish_pairs(self, _asked: str, pairs: Iterable[tuple[str, torch.Tensor]], timeout: float) -> int:
-        """Publish a state of which each tensor is sent before the next one is made. Return its generation."""
-        turn = versions_of(self._buffer).begin(timeout, _TURN_S, max(PIN_S_MAX, timeout - 1.0))
-        with turn.kept():
-            try:
-                for name, tensor in pairs:
-                    if tensor.nbytes:
-                        turn.write(self._buffer.table[name].offset, tensor.nbytes, memory_at(tensor.data_ptr()))
-                    del tensor  # before the next one is made
-            except BaseException:
-                turn.give_up()
-                raise
-            return turn.commit()
 
 
 class Publisher:
@@ -187,7 +138,7 @@ class Publisher:
         self._turn = threading.Lock()
         self.costs = StateCosts()
         self._buffer: Buffer | None = None
-        self._writer: _WholeWriter | DeltaWriter | ShardWriter
+        self._writer: WholeWriter | DeltaWriter | ShardWriter
         self._last = 0  # the generation that was published or found last
         self._sure = False  # whether `_last` is this Publisher's own; unknown after a failure
         self._alone = True  # whether no other trainer was noticed
@@ -258,7 +209,8 @@ class Publisher:
         options = {**self._options, "metadata": {**(self._options.get("metadata") or {}), ABOUT: about}}
         placement = {key: value for key, value in options.items() if key in ("servers", "stripe", "replicas")}
         made: list[Buffer] = []
-        writer: _WholeWriter | DeltaWriter | ShardWriter
+        wholes: WholeWriter | ShardWriter
+        writer: WholeWriter | ShardWriter | DeltaWriter
         try:
             with _agreed(ranks):
                 if ranks is None or ranks.speaks:
@@ -273,19 +225,14 @@ class Publisher:
                             f"{asked}: it exists, published with {_described(found)}, not {_described(about)}; do "
                             f"as before, or delete it"
                         )
-            if ranks is not None:
+            if ranks is None:
+                wholes = WholeWriter(buffer)
+            else:
                 with ranks.agreed():
                     if not ranks.speaks:
                         buffer = client.open(name)
-                parts = parts_of(buffer, ranks, stored)
-                if deltas:
-                    writer = DeltaWriter(client, buffer, parts, deltas, placement, made, ranks)
-                else:
-                    writer = ShardWriter(buffer, ranks, parts)
-            elif deltas:
-                writer = DeltaWriter(client, buffer, StateBytes(buffer), deltas, placement, made)
-            else:
-                writer = _WholeWriter(buffer)
+                wholes = ShardWriter(buffer, ranks, parts_of(buffer, ranks, stored))
+            writer = DeltaWriter(client, buffer, wholes, deltas, placement, made, ranks) if deltas else wholes
             with _agreed(ranks):
                 if ranks is None or ranks.speaks:
                     if self._relays is not None:
@@ -415,8 +362,8 @@ class Publisher:
                 self._create(forms, {}, {})
             yield self._pairs.stored(again, self.buffer.table, self._tied)
 
-    def _pair_writer(self) -> _WholeWriter | DeltaWriter:
-        if self._ranks is not None or isinstance(self._writer, ShardWriter):
+    def _pair_writer(self) -> WholeWriter | DeltaWriter:
+        if self._ranks is not None or isinstance(self._writer, ShardWriter):  # the latter has ranks, too
             raise InvalidArgumentError(
                 f"{self._asked}: each of several ranks publishes its shards; pass the sharded model or its state_dict, "
                 f"not pairs"
@@ -479,7 +426,7 @@ class Publisher:
         try:
             return self._check_and_take(given)
         except Exception as error:
-            if self._ranks is None or isinstance(self._writer, _WholeWriter):
+            if self._ranks is None or isinstance(self._writer, WholeWriter):  # the latter has no ranks, either
                 raise
             self._writer.fail(error)
             return 0

@@ -90,7 +90,7 @@ class ShardWriter:
         self._buffer = buffer
         self._ranks = ranks
         self._kept: Exception | None = None  # the error of taking the state, which `publish` raises at all ranks
-        self._memory = memory
+        self.memory = memory
         self.take = memory.take
 
     @property
@@ -101,7 +101,7 @@ class ShardWriter:
     @property
     def sent_bytes(self) -> int:
         """Number of bytes that this rank sends in each generation."""
-        return self._memory.nbytes
+        return self.memory.nbytes
 
     def fail(self, error: Exception) -> None:
         """Let the next publication fail at all ranks with the error for which this rank's state was refused."""
@@ -120,7 +120,7 @@ class ShardWriter:
         return publish_together(self._buffer, self._ranks, asked, timeout, late, lambda turn: turn.do(self._write))
 
     def _write(self, publication: Publication) -> None:
-        ranges = list(self._memory.ranges)
+        ranges = list(self.memory.ranges)
 
         def write(first: int) -> None:
             for each in ranges[first : first + _IN_A_ROW]:

@@ -6,7 +6,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import numpy as np
 import torch
@@ -29,6 +29,8 @@ Allocate: TypeAlias = "Callable[[int], np.ndarray[Any, np.dtype[np.uint8]]]"  # 
 class _StateMemory:
     """Bytes that hold a state, or a part of one."""
 
+    # A generation's sum is over the whole state. Parts have no sum, but each part of a delta has a checksum.
+    is_whole: ClassVar[bool]
     bytes: np.ndarray[Any, np.dtype[np.uint8]]
     tensors: dict[str, torch.Tensor]
     # What sharding_of returns for each tensor, if a rank must always have the same elements of it.
@@ -83,6 +85,8 @@ class _StateMemory:
 class StateBytes(_StateMemory):
     """A whole state: as bytes, padded to whole words, and as elements of its buffer."""
 
+    is_whole = True
+
     def __init__(self, buffer: Buffer, allocate: Allocate | None = None) -> None:
         """`allocate` gives the memory, zeros or a state that another process keeps there."""
         self._name = buffer.name
@@ -124,6 +128,8 @@ class StateBytes(_StateMemory):
 
 class PartBytes(_StateMemory):
     """Parts of a state's tensors, and where they lie in its buffer."""
+
+    is_whole = False
 
     def __init__(self, buffer: Buffer, slices: Mapping[str, TensorSlice]) -> None:
         table = buffer.table
