@@ -70,6 +70,7 @@ FORMS = (
     Form("vllm", "vllm", 27, 13),
     Form("stacks", "stacks", 18, 9),
     Form("mpi", "mpi", 5, 1),
+    Form("types", "types-long", 8, 4),
     Form("docs", "docs", 8, 4),
     Form("wheel", "wheel-test", 9, 4),
     Form("container", "container-test", 10, 5),
