@@ -8,6 +8,7 @@ import contextlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -57,7 +58,7 @@ class Network:
         self._memory.mkdir(mode=0o700)
         self._left.callback(self._tidy)
         self._left.enter_context(self.lab)
-        daemons = LabDaemons(self.lab, self._directory)
+        self._daemons = daemons = LabDaemons(self.lab, self._directory)
         self.address = daemons.coordinator("ctl")
         memory = ["--memory-dir", str(self._memory), "--capacity", "64MiB", "--loops", "1"]
         for name in SERVERS:
@@ -74,7 +75,7 @@ class Network:
 
     def use(self, *arguments: str) -> subprocess.Popen[str]:
         """Start a command of tests/support/second_copy.py where the users are."""
-        command = [sys.executable, "-m", "tests.support.second_copy", *arguments]
+        command = [sys.executable, "-X", "faulthandler", "-m", "tests.support.second_copy", *arguments]
         return self.lab.popen("users", command, stdout=subprocess.PIPE, text=True)
 
     def ask(self, *arguments: str) -> str:
@@ -83,6 +84,14 @@ class Network:
         answer, _ = process.communicate(timeout=90 * SLOWNESS)
         assert process.returncode == 0, (arguments, answer)
         return answer.strip()
+
+    def tell_why(self, workers: list[subprocess.Popen[str]]) -> None:
+        """Print where the workers are, and the ends of the daemons' logs."""
+        for worker in workers:
+            worker.send_signal(signal.SIGABRT)  # by which faulthandler tells
+            print(worker.communicate(timeout=90 * SLOWNESS)[0])
+        for name in ("coordinator", *SERVERS):
+            print(f"---- {name}\n{self._daemons.log(name)}")
 
     @property
     def memory(self) -> str:
@@ -128,7 +137,11 @@ def test_a_cut(tmp_path: Path, what: str) -> None:
                     for path, count in zip(histories, before, strict=True)
                 )
 
-            wait_for(went_on, "work of every user", 60 * SLOWNESS)
+            try:
+                wait_for(went_on, "work of every user", 60 * SLOWNESS)
+            except AssertionError:
+                network.tell_why(workers)
+                raise
             return time.monotonic() - began
 
         goes_on()
