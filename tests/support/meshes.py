@@ -22,7 +22,6 @@ from tests.support.sparse_states import shards_of, state_of
 
 NAME = "run"
 NOWHERE = torch.device("meta")  # a program's default device, which is not for what smb makes
-PRELOADED = ["torch.distributed.fsdp", "torch._dynamo", "torch.profiler", "smb.torch.meshes.mesh"]  # for forks
 
 
 def network() -> nn.Sequential:
