@@ -41,6 +41,18 @@ def launch(
     return subprocess.Popen(command, stdin=entry, stdout=out, stderr=err, env=environment, start_new_session=True)
 
 
+def launch_with_pipes(
+    context: Any, command: Sequence[str], err: int, environment: Mapping[str, str]
+) -> Program | subprocess.Popen[bytes]:
+    """As launch, with `stdin` and `stdout` that the test writes and reads, without buffers."""
+    (read, told), (says, write) = os.pipe(), os.pipe()
+    program = launch(context, command, (read, write, err), environment)
+    os.close(read)
+    os.close(write)
+    program.stdin, program.stdout = os.fdopen(told, "wb", 0), os.fdopen(says, "rb", 0)
+    return program
+
+
 class Program:
     """Such a fork, to tests as a program is by its subprocess.Popen."""
 

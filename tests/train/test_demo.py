@@ -34,12 +34,8 @@ def _forked(monkeypatch: pytest.MonkeyPatch, context: Any) -> None:
     def launch(command: list[str], **options: Any) -> forks.Program | subprocess.Popen[bytes]:
         assert options.pop("start_new_session")
         assert (options.pop("stdin"), options.pop("stdout")) == (subprocess.PIPE,) * 2
-        (read, told), (says, write) = os.pipe(), os.pipe()
-        program = forks.launch(context, command, (read, write, options.pop("stderr").fileno()), options.pop("env"))
+        program = forks.launch_with_pipes(context, command, options.pop("stderr").fileno(), options.pop("env"))
         assert not options
-        os.close(read)
-        os.close(write)
-        program.stdin, program.stdout = os.fdopen(told, "wb", 0), os.fdopen(says, "rb", 0)
         return program
 
     monkeypatch.setattr(fleet, "_launch", launch)

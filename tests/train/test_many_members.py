@@ -7,7 +7,6 @@ import contextlib
 import json
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
@@ -26,6 +25,7 @@ from smb.train.group import METADATA
 from smb.train.scheme import SCHEMES, scheme_of
 from tests.conftest import Connect
 from tests.fault.long import LONG, times
+from tests.support import forks
 from tests.support.daemons import wait_for
 from tests.support.many_members import SIZE, change_of, samples_of
 from tests.support.training import mean_round
@@ -36,16 +36,14 @@ LIMIT_S = 120
 
 
 class Members:
-    """A process with many members; `slots` are theirs."""
+    """A process with many members, a fork that finds its modules there; `slots` are theirs."""
 
     slots: list[int]
 
-    def __init__(self, address: str, count: int, scheme: str, **more: Any) -> None:
+    def __init__(self, context: Any, address: str, count: int, scheme: str, **more: Any) -> None:
         task = {"address": address, "name": "many", "count": count, "scheme": scheme, "settings": {}, **more}
         arguments = [sys.executable, "-m", "tests.support.many_members", json.dumps(task)]
-        self.process = subprocess.Popen(
-            arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ | {"SMB_LOG": "error"}
-        )
+        self.process = forks.launch_with_pipes(context, arguments, 2, os.environ | {"SMB_LOG": "error"})
 
     def joined(self) -> Members:
         self.slots = json.loads(self.read())
@@ -53,12 +51,11 @@ class Members:
 
     def read(self) -> str:
         assert self.process.stdout is not None
-        return self.process.stdout.readline().strip()
+        return self.process.stdout.readline().decode().strip()
 
     def begin(self, steps: int = 1) -> None:
         assert self.process.stdin is not None
-        self.process.stdin.write(f"{steps}\n")
-        self.process.stdin.flush()
+        self.process.stdin.write(f"{steps}\n".encode())
 
     def kill(self) -> None:
         self.process.kill()
@@ -74,12 +71,12 @@ Start = Callable[..., Members]
 
 
 @pytest.fixture
-def start(cluster: smb.LocalCluster) -> Iterator[Start]:
+def start(cluster: smb.LocalCluster, context: Any) -> Iterator[Start]:
     """Start a process; it still has to join."""
     started: list[Members] = []
 
     def start(scheme: str, **more: Any) -> Members:
-        started.append(Members(cluster.address, EACH, scheme, **more))
+        started.append(Members(context, cluster.address, EACH, scheme, **more))
         return started[-1]
 
     yield start
