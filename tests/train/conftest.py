@@ -13,7 +13,7 @@ from tests.fault.long import LONG
 from tests.support.forks import forks_of
 from tests.support.transports import EACH_WAY, way_of
 
-# What its forks import, each by itself if it is not there: PyTorch with what its optimizers and ranks need, and what test
+# What forks import, each by itself if it is not there: PyTorch with what its optimizers and ranks need, and what test
 # files and the functions in them begin with.
 PRELOADED = (
     "torch.distributed.fsdp", "torch._dynamo", "torch.profiler", "torch.distributed.tensor.parallel",

@@ -117,6 +117,13 @@ FRAMEWORKS = {"accelerate": _accelerate, "lightning": _lightning, "transformers"
 LONG = pytest.mark.skipif(not os.environ.get("SMB_LONG"), reason="it takes long to import; SMB_LONG=1 runs it")
 
 
+def _run_ranks(framework: str, kind: str, address: str, directory: str, outboxes: list[Any]) -> None:
+    """Two processes, of which one is the other's fork: importing a framework takes seconds."""
+    importlib.import_module(framework)
+    rank = 0 if os.fork() else 1
+    _run_rank(framework, kind, address, directory, rank, outboxes[rank])
+
+
 def _run_rank(framework: str, kind: str, address: str, directory: str, rank: int, outbox: Any) -> None:
     """A process: trains, and tells its model or what went wrong."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS), "NODE_RANK": "0"}
@@ -152,17 +159,12 @@ def test_two_processes_are_one_member(
     if importlib.util.find_spec(framework) is None:  # importing it takes seconds
         pytest.skip(f"not run: it needs {framework}")
     outboxes = [context.Queue() for _ in range(RANKS)]
-    processes = [
-        context.Process(
-            target=_run_rank, args=(framework, kind, cluster.address, str(tmp_path), rank, outbox), daemon=True
-        )
-        for rank, outbox in enumerate(outboxes)
-    ]
-    for process in processes:
-        process.start()
+    process = context.Process(
+        target=_run_ranks, args=(framework, kind, cluster.address, str(tmp_path), outboxes), daemon=True
+    )
+    process.start()
     told = [outbox.get(timeout=TOLD_S) for outbox in outboxes]
-    for process in processes:
-        process.join(30)
+    process.join(30)
     model, client = _network(), connect()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for images in _rows().view(STEPS, RANKS * 4, 6):
