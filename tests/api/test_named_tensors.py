@@ -118,7 +118,7 @@ def test_creation_says_tensors_or_shape(client: smb.Client, connect: Connect) ->
     with pytest.raises(smb.InvalidArgumentError, match=r"smb\.tensors"):
         client.create("w", tensors=MODEL, metadata={"smb.tensors": {}})
     with pytest.raises(smb.InvalidArgumentError, match=r"metadata \(as JSON\) may have at most 4 MiB"):
-        client.create("w", tensors={f"layer{number}.weight": (1, "float32") for number in range(100_000)})
+        client.create("w", tensors={f"layer{number:900}": (1, "float32") for number in range(5_000)})
     again = connect().create("model", tensors=MODEL, exist_ok=True)
     again.tensor("scale").write(np.float32(1))
     assert model.tensor("scale").read() == 1
