@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
-import subprocess
+import os
 import sys
+import tempfile
 from pathlib import Path
+from typing import Any
+
+import smb
+from tests.support import forks
 
 CASES = Path(__file__).parents[1] / "support/device_cases.py"
+LIMIT_S = 110
 
 
-def test_on_a_device_whose_copies_come_late() -> None:
-    """All of device_cases.py, in a process of its own."""
+def test_on_a_device_whose_copies_come_late(context: Any, cluster: smb.LocalCluster) -> None:
+    """All of device_cases.py, in a process of its own, by this file's cluster."""
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-rfE", str(CASES)]
-    done = subprocess.run(command, cwd=CASES.parents[2], capture_output=True, text=True, timeout=110)
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    command += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # what the fork has already
+    with Path("/dev/null").open() as nothing, tempfile.TemporaryFile() as told:
+        streams = [nothing.fileno(), told.fileno(), told.fileno()]
+        program = forks.launch(context, command, streams, os.environ | {"SMB_TEST_CLUSTER": cluster.address})
+        try:
+            code = program.wait(LIMIT_S)
+        finally:
+            program.kill()
+            program.wait()
+            told.seek(0)
+            print(told.read().decode()[-8000:])
+    assert code == 0
