@@ -21,9 +21,23 @@ class Watched:
         self.origin = origin
         self.errors: list[str] = []
         self.elsewhere: list[str] = []
-        page.on("console", lambda said: self.errors.append(said.text) if said.type in ("error", "warning") else None)
-        page.on("pageerror", lambda error: self.errors.append(str(error)))
-        page.on("request", self._asked)
+        self._heard = {"console": self._said, "pageerror": self._failed, "request": self._asked}
+        for event, told in self._heard.items():
+            page.on(event, told)
+
+    def leave(self) -> None:
+        """Watch no more; another test has the page then."""
+        for event, told in self._heard.items():
+            self.page.remove_listener(event, told)
+        if not self.page.is_closed():
+            self.page.unroute_all()
+
+    def _said(self, said: Any) -> None:
+        if said.type in ("error", "warning"):
+            self.errors.append(said.text)
+
+    def _failed(self, error: Any) -> None:
+        self.errors.append(str(error))
 
     def _asked(self, request: Any) -> None:
         if not request.url.startswith(self.origin):
@@ -45,22 +59,39 @@ def chromium() -> Iterator[Any]:
         browser.close()
 
 
+@pytest.fixture(scope="module")
+def pages(chromium: Any) -> dict[str, Any]:
+    """A page for each kind of browser, which loads anew for each test: the first load of a page, which starts a process
+    and compiles the scripts, takes five times as long as the next ones.
+    """
+    return {}
+
+
 @pytest.fixture
-def open_page(chromium: Any) -> Iterator[Any]:
-    """open_page(metrics address, path="", **how the browser is): a Watched page; judged at the end of the test."""
+def open_page(chromium: Any, pages: dict[str, Any]) -> Iterator[Any]:
+    """open_page(metrics address, path="", **how the browser is): a Watched page; judged at the end of the test. It is
+    one of a test at a time.
+    """
     opened: list[Watched] = []
 
     def make(address: str, path: str = "", **options: Any) -> Watched:
-        context = chromium.new_context(viewport=options.pop("viewport", {"width": 1280, "height": 900}), **options)
-        context.set_default_timeout(20_000)
-        watched = Watched(context.new_page(), f"http://{address}/")
+        options.setdefault("viewport", {"width": 1280, "height": 900})
+        page = pages.get(repr(options))
+        used = page is not None and not page.is_closed()
+        if not used:
+            context = chromium.new_context(**options)
+            context.set_default_timeout(20_000)
+            page = pages[repr(options)] = context.new_page()
+        if used:  # what the page of the test before still has under way ends unheard
+            page.goto("about:blank")
+        watched = Watched(page, f"http://{address}/")
         opened.append(watched)
-        watched.page.goto(watched.origin + path)
-        watched.page.get_by_text("live", exact=True).wait_for()
+        page.goto(watched.origin + path)
+        page.get_by_text("live", exact=True).wait_for()
         return watched
 
     yield make
     for watched in opened:
-        watched.page.context.close()
+        watched.leave()
         assert watched.errors == []
         assert watched.elsewhere == []
