@@ -1,4 +1,4 @@
-"""A client with the weakest certificate that asks a coordinator for as much as it can."""
+"""Clients with the weakest certificates that ask a coordinator for as much as they can."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ import itertools, sys, threading
 from smb.rpc import control_pb2 as pb
 from smb.rpc.control_pb2_grpc import CoordinatorStub
 from smb.security.credentials import COORDINATOR_NAME, channel, load_directory
-address, credentials, everything = sys.argv[1], load_directory(sys.argv[2]), sys.argv[3] == "everything"
-def flood():
-    room = threading.Semaphore(int(sys.argv[4]) // 4)
+address, everything, in_flight, *places = sys.argv[1:]
+everything = everything == "everything"
+def flood(credentials):
+    room = threading.Semaphore(int(in_flight) // 4)
     stub = CoordinatorStub(channel(address, COORDINATOR_NAME, credentials))
     calls = [(stub.ListServers, lambda _: pb.ListServersRequest())]
     if everything:
@@ -33,21 +34,23 @@ def flood():
     for number, (call, request) in enumerate(itertools.cycle(calls)):
         room.acquire()
         call.future(request(number), timeout=30).add_done_callback(lambda _: room.release())
-for _ in range(4):
-    threading.Thread(target=flood, daemon=True).start()
+for place in places:
+    credentials = load_directory(place)
+    for _ in range(4):
+        threading.Thread(target=flood, args=(credentials,), daemon=True).start()
 print("begun", flush=True)
 sys.stdin.read()
 """
 
 
 @contextmanager
-def flooded(address: str, credentials: Path, *, everything: bool = False, in_flight: int = 8000) -> Iterator[None]:
-    """A process of a reader floods the coordinator during the block: with small calls, or with `everything`. It keeps
-    `in_flight` calls in flight, over four connections.
+def flooded(address: str, *credentials: Path, everything: bool = False, in_flight: int = 8000) -> Iterator[None]:
+    """A process floods the coordinator during the block: with small calls, or with `everything`. It keeps `in_flight`
+    calls in flight with each of the credentials, over four connections each.
     """
     flood = subprocess.Popen(
-        [sys.executable, "-c", _READER, address, str(credentials), "everything" if everything else "little",
-         str(in_flight)],
+        [sys.executable, "-c", _READER, address, "everything" if everything else "little", str(in_flight),
+         *map(str, credentials)],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
     )  # fmt: skip
     try:
