@@ -28,7 +28,7 @@ VARIABLE = "SMB_TEST_DAEMON_BUILD"  # a kind: daemons of tests/support/daemons.p
 # Low levels, since who compiles waits for it; every result is that of the others (see build_engine.py). The checks of
 # the sanitizers make the kernels' compilation at -O1 six times as long as at -O0. The long form kills what users run.
 FLAGS = {
-    "failpoints": f"{'' if os.environ.get('SMB_LONG') else '-O0 '}-Werror -DSMB_FAILPOINTS",
+    "failpoints": f"{'' if os.environ.get('SMB_LONG') else '-O0 -g0 '}-Werror -DSMB_FAILPOINTS",
     "sanitized": "-O0 -g -Werror -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all",
 }
 
