@@ -76,7 +76,7 @@ def open_page(chromium: Any, pages: dict[str, Any]) -> Iterator[Any]:
 
     def make(address: str, path: str = "", **options: Any) -> Watched:
         options.setdefault("viewport", {"width": 1280, "height": 900})
-        page = pages.get(repr(options))
+        page: Any = pages.get(repr(options))
         used = page is not None and not page.is_closed()
         if not used:
             context = chromium.new_context(**options)
