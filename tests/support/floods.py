@@ -16,9 +16,10 @@ from smb.rpc import control_pb2 as pb
 from smb.rpc.control_pb2_grpc import CoordinatorStub
 from smb.security.credentials import COORDINATOR_NAME, channel, load_directory
 address, everything, in_flight, *places = sys.argv[1:]
-everything = everything == "everything"
+everything, in_flight = everything == "everything", int(in_flight) // 4
+arrived = threading.Semaphore(0)
 def flood(credentials):
-    room = threading.Semaphore(int(in_flight) // 4)
+    room = threading.Semaphore(in_flight)
     stub = CoordinatorStub(channel(address, COORDINATOR_NAME, credentials))
     calls = [(stub.ListServers, lambda _: pb.ListServersRequest())]
     if everything:
@@ -34,10 +35,14 @@ def flood(credentials):
     for number, (call, request) in enumerate(itertools.cycle(calls)):
         room.acquire()
         call.future(request(number), timeout=30).add_done_callback(lambda _: room.release())
+        if number == min(100, in_flight // 2):
+            arrived.release()
 for place in places:
     credentials = load_directory(place)
     for _ in range(4):
         threading.Thread(target=flood, args=(credentials,), daemon=True).start()
+for _ in range(4 * len(places)):
+    arrived.acquire()
 print("begun", flush=True)
 sys.stdin.read()
 """
@@ -46,7 +51,8 @@ sys.stdin.read()
 @contextmanager
 def flooded(address: str, *credentials: Path, everything: bool = False, in_flight: int = 8000) -> Iterator[None]:
     """A process floods the coordinator during the block: with small calls, or with `everything`. It keeps `in_flight`
-    calls in flight with each of the credentials, over four connections each.
+    calls in flight with each of the credentials, over four connections each. The block begins when each connection has
+    begun many calls.
     """
     flood = subprocess.Popen(
         [sys.executable, "-c", _READER, address, "everything" if everything else "little", str(in_flight),
