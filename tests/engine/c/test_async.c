@@ -119,6 +119,7 @@ static void all_is_in_the_order_of_the_calls(enum way way)
         int64_t *memory, *expected;
         uint64_t count;
     } reads[OPERATIONS];
+    uint32_t operations = OPERATIONS / (uint32_t)check_thinned();
     struct random random = random_make(SEED + (uint64_t)way);
     printf("  %s, seed %d\n", WAY_NAMES[way], SEED + way);
     memset(expected, 0, sizeof expected);
@@ -127,7 +128,7 @@ static void all_is_in_the_order_of_the_calls(enum way way)
     struct smb_window *measured;
     CHECK_EQ(smb_window_create(bench.async, 0, false, &measured), SMB_OK);
     CHECK_EQ(smb_window_credit(measured), CREDIT_FIRST);
-    for (int i = 0; i < OPERATIONS; i++) {
+    for (uint32_t i = 0; i < operations; i++) {
         uint64_t count = 1 + random_below(&random, RANGE_MAX);
         uint64_t begin = random_below(&random, LAYOUT.bytes / 8 - count);
         struct smb_window *window = random_below(&random, 2) ? bench.window : measured;
@@ -150,8 +151,8 @@ static void all_is_in_the_order_of_the_calls(enum way way)
                   opcode == SMB_READ ? NULL : reads[i].memory,
                   opcode == SMB_READ ? reads[i].memory : NULL, priority);
     }
-    take_until(&bench, OPERATIONS);
-    for (int i = 0; i < OPERATIONS; i++) {
+    take_until(&bench, operations);
+    for (uint32_t i = 0; i < operations; i++) {
         CHECK_EQ(bench.events[i].what, SMB_ASYNC_DONE);
         CHECK_EQ(bench.events[i].outcome.status, SMB_OK);
         if (reads[i].expected)
