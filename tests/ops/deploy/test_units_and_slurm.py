@@ -17,6 +17,7 @@ import pytest
 
 import smb
 from smb.config.settings import SETTINGS, read_file
+from tests.fault.long import LONG
 from tests.ops.deploy import fake_slurm
 from tests.support.daemons import wait_for
 from tests.support.etcd import needs_etcd, running_etcd
@@ -27,6 +28,7 @@ SYSTEMD = ROOT / "deploy/systemd"
 UNITS = ("smb-coordinator.service", "smb-memserver.service")
 BIN = Path(sys.executable).parent
 EXPOSURE_MAX = 20  # tenths of systemd's 0 to 10; a unit without a sandbox has 96
+AT_NIGHT = pytest.mark.skipif(not LONG, reason="one more job; SMB_LONG=1 runs it")
 analyze = pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="Debian's package systemd is not here")
 
 
@@ -249,6 +251,7 @@ def test_a_slurm_job_has_a_cluster_of_its_own(tmp_path: Path) -> None:
 
 
 @needs_etcd
+@AT_NIGHT
 # More than 5 s: the job by its script, as programs: coordinators, servers, and the command itself.
 def test_a_slurm_job_with_two_coordinators(tmp_path: Path) -> None:
     """With etcd a coordinator on each of two nodes, both in the program's list: one leads, one stands by."""
@@ -266,6 +269,7 @@ def test_a_slurm_job_with_two_coordinators(tmp_path: Path) -> None:
     assert not _daemons(tmp_path)
 
 
+@AT_NIGHT
 def test_a_slurm_job_ends_when_told(tmp_path: Path) -> None:
     """SIGTERM, a pre-emption, ends program and daemons, with 143."""
     mark = tmp_path / "started"
