@@ -34,14 +34,14 @@ PAUSE_S = 0.4  # between two events of a client, at most
 ELEMENTS = 4096
 QUIET_S = 25.0  # after which no call is under way any more whose answer was given up
 
-_EVENTS: list[tuple[int, Callable[[Client], Awaitable[None]]]] = []
+EVENTS: list[tuple[int, Callable[[Client], Awaitable[None]]]] = []
 
 
 def event(weight: int) -> Callable[[Callable[[Client], Awaitable[None]]], Callable[[Client], Awaitable[None]]]:
     """Have clients do this so often, beside the other events."""
 
     def take(method: Callable[[Client], Awaitable[None]]) -> Callable[[Client], Awaitable[None]]:
-        _EVENTS.append((weight, method))
+        EVENTS.append((weight, method))
         return method
 
     return take
@@ -94,11 +94,12 @@ class Client:
         self.process.begin(self._renew())
 
     async def _run(self) -> None:
-        acts = [act for _, act in _EVENTS]
+        acts, likelier = [act for _, act in EVENTS], dict(self.world.plan.likelier)
+        weights = [weight * likelier.get(act.__name__, 1.0) for weight, act in EVENTS]
         while not self.quiet:
             await asyncio.sleep(self._rng.random() * PAUSE_S)
             prefers = self.world.prefers
-            of_these = [weight * (not prefers or act.__name__ in prefers) for weight, act in _EVENTS]
+            of_these = [weight * (act.__name__ in prefers) for weight, act in EVENTS] if prefers else weights
             (act,) = self._rng.choices(acts, of_these)
             self.doing, self.since = act.__name__, self.world.loop.time()
             try:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from random import Random
@@ -59,9 +59,9 @@ def fault(weight: int) -> Callable[[Fault], Fault]:
     return take
 
 
-def draw(rng: Random, at: float) -> Step:
-    """Draw a step."""
-    (kind,) = rng.choices(list(FAULTS), [weight for weight, _ in FAULTS.values()])
+def draw(rng: Random, at: float, kinds: Sequence[str]) -> Step:
+    """Draw a step of one of these kinds."""
+    (kind,) = rng.choices(kinds, [FAULTS[name][0] for name in kinds])
     lasts = rng.choice((0.0, rng.uniform(0.0, 0.5), rng.uniform(0.3, 3.0), rng.uniform(3.0, 10.0)))
     return Step(at, kind, rng.randrange(1000), lasts, rng.randrange(1 << 30))
 
@@ -472,7 +472,7 @@ async def network_parts(world: World, step: Step) -> None:
 async def host_slow(world: World, step: Step) -> None:
     """A host's messages take long."""
     name = step.rng().choice((*sorted(world.hosts), *world.coordinator_names, "etcd"))
-    world.network.slow[name] = step.rng().choice((0.05, 0.3, 1.5))
+    world.network.slow[name] = step.rng().choice((0.05, 0.3, 1.5, 4.0))
     await asyncio.sleep(step.lasts)
     world.network.slow.pop(name, None)
 
@@ -480,9 +480,20 @@ async def host_slow(world: World, step: Step) -> None:
 @fault(2)
 async def connections_break(world: World, step: Step) -> None:
     """Calls lose their connections: before the effect, or after it."""
-    world.network.breaks = step.rng().choice((0.01, 0.05, 0.2))
-    await asyncio.sleep(step.lasts)
-    world.network.breaks = 0.0
+    await _break(world, "", step.rng().choice((0.01, 0.05, 0.2)), step.lasts)
+
+
+@fault(4)
+async def answers_lost(world: World, step: Step) -> None:
+    """Calls of one method lose their connections, most of them after the effect; all other calls are answered."""
+    rng = step.rng()
+    await _break(world, rng.choice(METHODS), rng.choice((0.3, 0.6, 0.6, 1.0)), 1.0 + step.lasts)
+
+
+async def _break(world: World, method: str, share: float, lasts_s: float) -> None:
+    world.network.breaks, world.network.breaks_of = share, method
+    await asyncio.sleep(lasts_s)
+    world.network.breaks, world.network.breaks_of = 0.0, ""
 
 
 # ---- operators

@@ -25,6 +25,7 @@ AT_REST: list[Callable[[World], str]] = []
 ALONE_S_MAX = 18.0
 LISTED_S_MAX = 3.0
 UNLISTED_S_MAX = 8.0  # until a server has renewed, and registered again
+UNLISTED_TURNS = 4
 DROP_S_MAX = 3.0  # a server has dropped what it was told to, and the coordinator has its answer
 COPYING_S_MAX = 8.0  # until a copy's next chunk; all copies of a server share its rate
 ABOUT_TO_BEGIN_S = 12.0  # in which a copy that was decided begins, or its server does not answer in time
@@ -221,19 +222,13 @@ def what_is_listed_is_there(world: World, server: str, number: int, gone_s: floa
 
 
 @after("unlisted")
-def what_is_there_is_listed(world: World, server: str, number: int, there_s: float) -> str:
-    """Memory that the records do not have at a server is listed there soon, while nothing befalls it. A server that was
-    restarted is registered only once those that have other copies of its segments answer, or their leases are over. A
-    coordinator that stands still holds a server's calls for seconds, though another one leads.
+def what_is_there_is_listed(world: World, server: str, number: int, there_s: float, turns: int) -> str:
+    """Memory that the records do not have at a server is listed there, or goes, once its server has renewed, and
+    registered again: a few times, as messages to it may be under way, or lost.
     """
-    others = () if world.is_registered(server) else world.hosts
-    wire = (world.leader_name(), *world.coordinator_names, server, "etcd")
-    well = there_s > UNLISTED_S_MAX and world.is_calm(*wire, *others, for_s=there_s)
-    return (
-        f"{server} holds {number:016x} since {there_s:.1f} s, which no record has there and no list shows"
-        if well
-        else ""
-    )
+    if there_s <= UNLISTED_S_MAX or turns < UNLISTED_TURNS:
+        return ""
+    return f"{server} holds {number:016x} since {there_s:.1f} s, which no record has there and no list shows"
 
 
 @after("read")

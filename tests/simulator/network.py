@@ -51,6 +51,7 @@ class Network:
         self.cuts: set[tuple[str, str]] = set()  # from a host, to a host
         self.slow: dict[str, float] = {}  # by host: what its messages take at most
         self.breaks = 0.0  # the part of calls whose connection breaks
+        self.breaks_of = ""  # only of calls of this method; empty: of all
         self._exchanges: dict[_Exchange, None] = {}
         self.pipes: dict[Pipe, None] = {}
 
@@ -75,9 +76,9 @@ class Network:
         """Whether nothing gets from there to there."""
         return (source, target) in self.cuts
 
-    def breaks_now(self) -> bool:
-        """Draw whether a connection breaks at this message."""
-        return self.breaks > 0.0 and self._rng.random() < self.breaks
+    def breaks_now(self, method: str) -> bool:
+        """Draw whether a connection breaks at this message of a call."""
+        return self.breaks > 0.0 and method.endswith(self.breaks_of) and self._rng.random() < self.breaks
 
     async def ask(self, address: str, method: str, request: Any, timeout: float | None, metadata: Any = None) -> Any:
         """Make a call; return its reply. Raises grpc.aio.AioRpcError."""
@@ -158,7 +159,7 @@ class _Exchange:
             text = f"failed to connect to all addresses; last error: {self._address}: Connection refused"
             self._back(self._fail, grpc.StatusCode.UNAVAILABLE, text)
             return
-        if self._network.breaks_now():
+        if self._network.breaks_now(self._method):
             self._back(self._fail, grpc.StatusCode.UNAVAILABLE, "Socket closed")
             return
         self._server, serve = found
@@ -174,7 +175,7 @@ class _Exchange:
         except RefusedError as error:
             self._back(self._fail, error.code, error.details, error.trailers)
             return
-        if self._network.breaks_now():
+        if self._network.breaks_now(self._method):
             self._back(self._fail, grpc.StatusCode.UNAVAILABLE, "Socket closed")
             return
         self._back(self._succeed, reply)

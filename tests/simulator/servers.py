@@ -192,7 +192,7 @@ class Server:
         self.world.server_ended(self)
 
     async def _turn(self) -> float:
-        turn = self.registrant.turn()
+        turn, answered = self.registrant.turn(), False
         try:
             call = next(turn)
             while True:
@@ -200,10 +200,14 @@ class Server:
                 try:
                     reply = await getattr(stub, call.method)(call.request, **call.options)
                 except grpc.RpcError as error:
+                    answered = False
                     call = turn.throw(error)
                 else:
+                    answered = True
                     call = turn.send(reply)
         except StopIteration as ended:
+            if answered:
+                self.world.was_answered(self.name)
             return float(ended.value)
 
     def _begin(self, run: Callable[[], None], name: str) -> object:

@@ -25,7 +25,7 @@ from smb.coordinator.state import State
 from smb.rpc import control_pb2 as pb
 from smb.rpc.control_pb2_grpc import CoordinatorStub
 from tests.simulator import invariants
-from tests.simulator.clients import Client
+from tests.simulator.clients import EVENTS, Client
 from tests.simulator.coordinators import PORT, CoordinatorProcess
 from tests.simulator.engine import LOCK_LEASE_S, Host
 from tests.simulator.faults import FAULTS, Step, draw
@@ -45,6 +45,10 @@ REACHED_S = 9.0  # in which a server has renewed or registered again: a lease, a
 LATE_S_MAX = 9.5  # after which servers that were cut off together may be taken for dead: two leases, less two renewals
 QUIET_S = 45.0  # of a client's last event: it may ask for a buffer's data for so long
 EPISODES_MAX = 4
+KINDS = (2, 3, 4, 6, 0)  # how many kinds of faults a run has; 0: all
+SWARMS = 0.7  # the part of runs whose clients' events have weights of their own
+EVENTS_BY = (0.0, 0.3, 1.0, 1.0, 3.0)
+ALWAYS = ("create", "write")  # without these there is nothing to lose
 TRACE_MAX = 400
 _LOG = logging.getLogger("simulator")
 
@@ -59,6 +63,7 @@ class Plan:
     etcd: bool
     steps: tuple[Step, ...]
     zones: str = ""  # of each server, one letter; empty: they have none
+    likelier: tuple[tuple[str, float], ...] = ()  # events of clients, and by how much in this run; the others: by 1
 
     def zone_of(self, server: str) -> str:
         """Return a memory server's zone."""
@@ -66,16 +71,34 @@ class Plan:
 
     @staticmethod
     def of(seed: int) -> Plan:
-        """Draw one."""
+        """Draw one. Each run has some kinds of faults more often, others never, and events likewise: together all of
+        them hide what few of them show, e.g. a deletion what a failed copy has left.
+        """
         rng = Random(f"{seed} plan")
+        kinds, likelier = _few(rng), {}
+        if rng.random() < SWARMS:
+            likelier = {act.__name__: rng.choice(EVENTS_BY) for _, act in EVENTS}
+            likelier |= {name: max(1.0, likelier[name]) for name in ALWAYS}
+        pause_s = rng.choice((2.0, 15.0, 15.0, 30.0))
         at, steps = 2.0, []
         for _ in range(rng.randint(1, EPISODES_MAX)):
             for _ in range(rng.choice((1, 2, 2, 3, 3, 4))):  # around each other: who goes first, and is back first
                 at += rng.choice((0.0, rng.uniform(0.0, 0.5), rng.uniform(0.0, 3.0)))
-                steps.append(draw(rng, at))
-            at += rng.uniform(5.0, 15.0)
+                steps.append(draw(rng, at, kinds))
+            at += rng.uniform(pause_s / 3, pause_s)
         servers, clients, etcd = rng.choice((2, 3, 3, 4)), rng.choice((1, 2, 3)), rng.random() < 0.4
-        return Plan(seed, servers, clients, etcd, tuple(steps), rng.choice(("", "ab", "aab", "abca")))
+        zones = rng.choice(("", "ab", "aab", "abca"))
+        return Plan(seed, servers, clients, etcd, tuple(steps), zones, tuple(likelier.items()))
+
+
+def _few(rng: Random) -> tuple[str, ...]:
+    """Draw the kinds of faults of a run: some of them, those that are more frequent more often; or all."""
+    count, weights = rng.choice(KINDS), {name: weight for name, (weight, _) in FAULTS.items()}
+    drawn: list[str] = []
+    while len(drawn) < count:
+        drawn += rng.choices(list(weights), list(weights.values()))
+        del weights[drawn[-1]]
+    return tuple(drawn) or tuple(FAULTS)
 
 
 @dataclass(frozen=True)
@@ -147,6 +170,7 @@ class World:
         self._copying_since: dict[tuple[str, int, int, int, int], float] = {}
         self._ghosts_since: dict[tuple[str, int], float] = {}
         self._unlisted_since: dict[tuple[str, int], float] = {}
+        self._unlisted_turns: dict[tuple[str, int], int] = {}  # how often its server has renewed or registered since
         self._stubs: dict[str, Any] = {}  # by address
         self.strikes: list[Callable[[str, str, str], bool]] = []  # are asked about each message; true: they are over
         self._awaited: list[tuple[str, asyncio.Future[None]]] = []  # kinds of events, and who waits for them
@@ -286,8 +310,10 @@ class World:
             if name not in unsure and (name, number) not in there and number not in state.unexplained.get(name, ())
         }
         self._unlisted_since = {each: self._unlisted_since.get(each, now) for each in unlisted}
+        self._unlisted_turns = {each: self._unlisted_turns.get(each, 0) for each in unlisted}
         for (name, number), since in self._unlisted_since.items():
-            invariants.check(self, "unlisted", name, number, now - since)
+            turns = self._unlisted_turns[name, number]
+            invariants.check(self, "unlisted", name, number, now - since, turns)
 
     def _look_at_roles(self, state: State) -> None:
         """See which servers answer reads of a segment without asking anybody, and whom the records have in their place;
@@ -309,6 +335,11 @@ class World:
                     invariants.check(self, "answers", number, name, where[number][1])
 
     # ---- what happens, for invariants
+
+    def was_answered(self, name: str) -> None:
+        """A coordinator has answered a memory server's renewal, or registration."""
+        for each in self._unlisted_turns:
+            self._unlisted_turns[each] += each[0] == name
 
     def destroys(self, host: Host, number: int) -> None:
         """An engine destroys memory."""
@@ -644,7 +675,7 @@ class World:
         self.prefers = ()
         self.strikes = []
         self.network.slow.clear()
-        self.network.breaks = 0.0
+        self.network.breaks, self.network.breaks_of = 0.0, ""
         self.store.full = False
         for name in self.coordinator_names:
             self.start_coordinator(name)
