@@ -508,6 +508,19 @@ async def drained(world: World, step: Step) -> None:
     await world.operate("DrainServer", pb.DrainServerRequest(name=name, undo=True))
 
 
+@fault(3)
+async def drain_given_up(world: World, step: Step) -> None:
+    """A memory server is drained while calls that make copies get no answer, and no more before they are repeated:
+    nobody needs any longer what such a call made.
+    """
+    rng, name = step.rng(), _server(world, step)
+    breaks = asyncio.ensure_future(_break(world, rng.choice(("CreateSegment", "CreateSegment", "TakeRoles")), 0.5, 4.0))
+    await world.operate("DrainServer", pb.DrainServerRequest(name=name))
+    await asyncio.sleep(rng.uniform(0.3, 3.0))
+    await world.operate("DrainServer", pb.DrainServerRequest(name=name, undo=True))
+    await breaks
+
+
 @fault(2)
 async def maintained(world: World, step: Step) -> None:
     """An operator plans work on a server, or on all, and perhaps ends that; or it ends by itself."""

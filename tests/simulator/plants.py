@@ -204,8 +204,11 @@ def quarantine_of_what_is_gone() -> Replaced:
 
 @plant
 def room_beside_lost_memory() -> Replaced:
-    """Memory that a server has lost counts as held: what it holds too much goes unseen."""
+    """Memory that a server has lost counts as held: what it holds too much goes unseen. Both mends have to go: nothing
+    is made for a coordinator that its server has left, either.
+    """
     yield State, "held_bytes_max", State.taken_bytes
+    yield CoordinatorTerms, "check_not_left", lambda *_: None
 
 
 @plant
