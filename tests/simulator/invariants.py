@@ -26,6 +26,7 @@ ALONE_S_MAX = 18.0
 LISTED_S_MAX = 3.0
 UNLISTED_S_MAX = 8.0  # until a server has renewed, and registered again
 UNLISTED_TURNS = 4
+UNLISTED_ASKS_S = 6.0  # the coordinator's last questions before a copy begins, and before it gives up
 DROP_S_MAX = 3.0  # a server has dropped what it was told to, and the coordinator has its answer
 COPYING_S_MAX = 8.0  # until a copy's next chunk; all copies of a server share its rate
 ABOUT_TO_BEGIN_S = 12.0  # in which a copy that was decided begins, or its server does not answer in time
@@ -224,9 +225,12 @@ def what_is_listed_is_there(world: World, server: str, number: int, gone_s: floa
 @after("unlisted")
 def what_is_there_is_listed(world: World, server: str, number: int, there_s: float, turns: int) -> str:
     """Memory that the records do not have at a server is listed there, or goes, once its server has renewed, and
-    registered again: a few times, as messages to it may be under way, or lost.
+    registered again: a few times, as messages to it may be under way, or lost. While a copy is about to begin, its room
+    is in no record: for as long as the coordinator asks servers.
     """
     if there_s <= UNLISTED_S_MAX or turns < UNLISTED_TURNS:
+        return ""
+    if not world.is_calm(*world.hosts, *world.coordinator_names, "etcd", for_s=UNLISTED_ASKS_S):
         return ""
     return f"{server} holds {number:016x} since {there_s:.1f} s, which no record has there and no list shows"
 
