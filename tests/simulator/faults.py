@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from random import Random
@@ -59,9 +59,9 @@ def fault(weight: int) -> Callable[[Fault], Fault]:
     return take
 
 
-def draw(rng: Random, at: float, kinds: Sequence[str]) -> Step:
-    """Draw a step of one of these kinds."""
-    (kind,) = rng.choices(kinds, [FAULTS[name][0] for name in kinds])
+def draw(rng: Random, at: float) -> Step:
+    """Draw a step."""
+    (kind,) = rng.choices(list(FAULTS), [weight for weight, _ in FAULTS.values()])
     lasts = rng.choice((0.0, rng.uniform(0.0, 0.5), rng.uniform(0.3, 3.0), rng.uniform(3.0, 10.0)))
     return Step(at, kind, rng.randrange(1000), lasts, rng.randrange(1 << 30))
 

@@ -45,7 +45,6 @@ REACHED_S = 9.0  # in which a server has renewed or registered again: a lease, a
 LATE_S_MAX = 9.5  # after which servers that were cut off together may be taken for dead: two leases, less two renewals
 QUIET_S = 45.0  # of a client's last event: it may ask for a buffer's data for so long
 EPISODES_MAX = 4
-KINDS = (2, 3, 4, 6, 0)  # how many kinds of faults a run has; 0: all
 SWARMS = 0.7  # the part of runs whose clients' events have weights of their own
 EVENTS_BY = (0.0, 0.3, 1.0, 1.0, 3.0)
 ALWAYS = ("create", "write")  # without these there is nothing to lose
@@ -71,11 +70,10 @@ class Plan:
 
     @staticmethod
     def of(seed: int) -> Plan:
-        """Draw one. Each run has some kinds of faults more often, others never, and events likewise: together all of
-        them hide what few of them show, e.g. a deletion what a failed copy has left.
+        """Draw one. In most runs clients do some things more often and others never: all of them together hide what
+        few of them show, e.g. a deletion what a failed copy has left.
         """
-        rng = Random(f"{seed} plan")
-        kinds, likelier = _few(rng), {}
+        rng, likelier = Random(f"{seed} plan"), dict[str, float]()
         if rng.random() < SWARMS:
             likelier = {act.__name__: rng.choice(EVENTS_BY) for _, act in EVENTS}
             likelier |= {name: max(1.0, likelier[name]) for name in ALWAYS}
@@ -84,21 +82,11 @@ class Plan:
         for _ in range(rng.randint(1, EPISODES_MAX)):
             for _ in range(rng.choice((1, 2, 2, 3, 3, 4))):  # around each other: who goes first, and is back first
                 at += rng.choice((0.0, rng.uniform(0.0, 0.5), rng.uniform(0.0, 3.0)))
-                steps.append(draw(rng, at, kinds))
+                steps.append(draw(rng, at))
             at += rng.uniform(pause_s / 3, pause_s)
         servers, clients, etcd = rng.choice((2, 3, 3, 4)), rng.choice((1, 2, 3)), rng.random() < 0.4
         zones = rng.choice(("", "ab", "aab", "abca"))
         return Plan(seed, servers, clients, etcd, tuple(steps), zones, tuple(likelier.items()))
-
-
-def _few(rng: Random) -> tuple[str, ...]:
-    """Draw the kinds of faults of a run: some of them, those that are more frequent more often; or all."""
-    count, weights = rng.choice(KINDS), {name: weight for name, (weight, _) in FAULTS.items()}
-    drawn: list[str] = []
-    while len(drawn) < count:
-        drawn += rng.choices(list(weights), list(weights.values()))
-        del weights[drawn[-1]]
-    return tuple(drawn) or tuple(FAULTS)
 
 
 @dataclass(frozen=True)
