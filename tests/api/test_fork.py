@@ -21,6 +21,7 @@ from tests.support.transports import EACH_WAY
 
 def in_child(check: Callable[[], object]) -> int:
     """Run the check in a forked child; return its exit status: 0 where it raised nothing."""
+    gc.collect()  # what other tests left in cycles, for instance gRPC's channels: a child may wait for these for ever
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # from 3.12 on: this process has threads; that is the point
         pid = os.fork()
