@@ -194,7 +194,7 @@ def a_call_on_what_is_there_comes_to_its_end(world: World, part: Part, client: s
 def a_copy_is_made_while_servers_are_well(world: World, number: int, title: str, alone_s: float) -> str:
     """A segment with one copy gets a second one within a bound, while nothing befalls anybody."""
     well = alone_s > ALONE_S_MAX and world.is_calm(world.leader_name(), *world.hosts, "etcd")
-    return f"{title}: {number:016x} has had one copy for {alone_s:.1f} s" if well and not world.is_draining() else ""
+    return f"{title}: {number:016x} has had one copy for {alone_s:.1f} s" if well else ""
 
 
 @after("copying")

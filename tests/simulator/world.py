@@ -270,6 +270,8 @@ class World:
             alone, self.held_since = {}, now if self.held_since is None else self.held_since
         else:
             self.held_since = None
+        if any(server.draining for server in state.servers.values()):  # a copy may have no other place
+            alone = {}
         self._alone_since = {number: self._alone_since.get(number, now) for number in alone}
         for number, (title, _) in alone.items():
             invariants.check(self, "alone", number, title, now - self._alone_since[number])
@@ -535,11 +537,6 @@ class World:
         """Return what servers hold beside the records."""
         state = self.leading_state()
         return state.unexplained if state is not None else {}
-
-    def is_draining(self) -> bool:
-        """Whether a server is being drained: a copy may have no other place."""
-        state = self.leading_state()
-        return state is None or any(server.draining for server in state.servers.values())
 
     def lose_power(self) -> float:
         """Return since when the store has lost its changes."""
