@@ -46,8 +46,10 @@ class AnotherRunError(UnavailableError):
     """Another process of the memory server answered than the one that was meant. It did nothing."""
 
 
-class RegistersError(UnavailableError):
-    """A memory server is about to register with this coordinator, and did nothing. It may be asked in a moment."""
+class NotYetError(UnavailableError):
+    """A memory server did nothing, as it has not heard yet of this coordinator, or of the role that it was asked about.
+    It may be asked in a moment, and can do other things meanwhile.
+    """
 
 
 class RunLiveness(Enum):
@@ -151,7 +153,7 @@ class MemoryServers:
             )
         except grpc.aio.AioRpcError as error:
             if error.code() == grpc.StatusCode.ABORTED:
-                raise RegistersError(
+                raise NotYetError(
                     f'memory server "{server.name}" at {server.control_address} is registering: {error.details()}'
                 ) from error
             if error.code() == grpc.StatusCode.NOT_FOUND:
@@ -177,14 +179,15 @@ class MemoryServers:
         """Tell this run of the server its roles for these segments, or ask about them; add and remove marks of
         quarantine. Another run at its address takes nothing: what it holds may be older.
 
-        Returns the segments that cannot move, out of those for which `let_move` was asked. Raises UnavailableError
-        (outcome unknown).
+        Returns the segments that cannot move, out of those for which `let_move` was asked. Raises NotYetError if the
+        server has not registered with this coordinator, or does not have a role that it was asked about, and
+        UnavailableError (outcome unknown).
         """
         return frozenset((await self._take_roles(server, replicas, quarantine, taken_up)).bound)
 
     async def can_switch(self, server: ServerRecord, replicas: Sequence[pb.Replica]) -> bool:
-        """Ask this run of the server whether the copies of these segments can switch their roles now. Raises
-        UnavailableError (outcome unknown).
+        """Ask this run of the server whether the copies of these segments can switch their roles now. Raises as
+        take_roles.
         """
         reply = await self._take_roles(server, replicas)
         return {part.segment_id for part in replicas} <= set(reply.switchable)
@@ -210,6 +213,10 @@ class MemoryServers:
                 lambda: peer.stub.TakeRoles(request, timeout=ANSWER_S, metadata=passed_on()), _REGISTERS_SOON_S
             )
         except grpc.aio.AioRpcError as error:
+            if error.code() in (grpc.StatusCode.ABORTED, grpc.StatusCode.NOT_FOUND):
+                raise NotYetError(
+                    f'memory server "{server.name}" at {server.control_address} takes no roles yet: {error.details()}'
+                ) from error
             raise self._failure(server, "take roles", error) from error
         if not {part.segment_id for part in replicas if part.confirm} <= set(reply.confirmed):
             raise UnavailableError(f'memory server "{server.name}" is too old to be drained: upgrade it')

@@ -25,7 +25,7 @@ from smb.coordinator.bundles import Bundles, bundle_of
 from smb.coordinator.commit_log import CommitLog, Committed
 from smb.coordinator.draining import BOUND, without_room
 from smb.coordinator.events import CopyBegun, CopyDropped, MoveAllowed, RolesSwitched, ServerCounted, ServerSuspected
-from smb.coordinator.memserver_client import MemoryServers, RegistersError
+from smb.coordinator.memserver_client import MemoryServers, NotYetError
 from smb.coordinator.messages import replica_message, replica_messages
 from smb.coordinator.moves.audit import MoveAudit
 from smb.coordinator.moves.copy_pace import CopyPace
@@ -317,9 +317,8 @@ class CopyMaker:
         asyncio.get_running_loop().call_later(pause_s, self.look_now)
 
     def _wait_for_role(self, wish: Wish, error: Error) -> None:
-        """Leave a bundle for a moment: its server answered that it does not have this role, of which it may not have
-        heard yet, or the other one that it is registering. Both can take copies of others meanwhile, which would
-        otherwise go to a server that shares more with their source.
+        """Leave a bundle for a moment: one of its servers has not heard yet of its role, or is registering. Both can
+        take copies of others meanwhile, which would otherwise go to a server that shares more with their source.
         """
         bundle = bundle_of(wish.segment)
         self._say_once(bundle, f"no copy on {wish.target} of a segment of {wish.record.title} for now: {error}")
@@ -371,7 +370,7 @@ class CopyMaker:
                 await self._give_room_back(wish, server, epoch)
                 return
         except Error as error:
-            if isinstance(error, RegistersError) or (asked != wish.target and isinstance(error, NotFoundError)):
+            if isinstance(error, NotYetError | NotFoundError):  # or it is not registered any more
                 self._wait_for_role(wish, error)
             else:
                 self._pause(wish, asked, PAUSE_S if asked == wish.target else CONFIRM_PAUSE_S, error)

@@ -35,7 +35,7 @@ from smb.coordinator.events import (
     ServerDrained,
     Ticked,
 )
-from smb.coordinator.memserver_client import RegistersError
+from smb.coordinator.memserver_client import NotYetError
 from smb.coordinator.messages import buffer_message, creation_of
 from smb.coordinator.moves.copy_maker import CopyMaker
 from smb.coordinator.moves.rebalance import plan
@@ -566,7 +566,7 @@ def test_a_server_that_registers_is_not_avoided(cluster: Cluster, registers: boo
 
     async def create(at: Any, *_: object) -> int:
         targets.append(at.name)
-        raise RegistersError("wait") if registers else errors.UnavailableError("no")
+        raise NotYetError("wait") if registers else errors.UnavailableError("no")
 
     async def drop(*_: object, **_how: object) -> int:
         raise errors.UnavailableError("no")

@@ -13,7 +13,7 @@ import grpc
 import pytest
 
 from smb.coordinator.lineage import Stamp
-from smb.coordinator.memserver_client import MemoryServers, RegistersError
+from smb.coordinator.memserver_client import MemoryServers, NotYetError
 from smb.coordinator.records import BufferRecord, SegmentRecord, ServerRecord
 from smb.drop_reasons import Ground
 from smb.errors import UnavailableError
@@ -82,6 +82,10 @@ class Registering(MemoryServerServicer):
             await context.abort(grpc.StatusCode.ABORTED, "this server is not registered with that coordinator")
         return pb.DeleteSegmentReply(used_bytes=7)
 
+    async def TakeRoles(self, request: pb.TakeRolesRequest, context: Any) -> pb.TakeRolesReply:  # noqa: N802
+        await self.DeleteSegment(pb.DeleteSegmentRequest(term=request.term), context)
+        await context.abort(grpc.StatusCode.NOT_FOUND, "segment 7 has no role 1 here in epoch 2")
+
     async def CreateSegment(self, request: pb.CreateSegmentRequest, context: Any) -> pb.CreateSegmentReply:  # noqa: N802
         await self.DeleteSegment(pb.DeleteSegmentRequest(term=request.stamp.term), context)
         return pb.CreateSegmentReply(used_bytes=7)
@@ -126,9 +130,26 @@ def test_a_copy_is_not_asked_for_again_by_itself() -> None:
 
     async def work() -> None:
         async with registering(99) as (there, servers, at):
-            with pytest.raises(RegistersError, match="is registering: this server is not registered"):
+            with pytest.raises(NotYetError, match="is registering: this server is not registered"):
                 await servers.create(at, *segment_of_12_gib(), stamp=Stamp(5, 5, 1))
             assert there.terms == [5]
+
+    asyncio.run(asyncio.wait_for(work(), 30))
+
+
+@pytest.mark.parametrize(("refusals", "why"), [(0, "has no role 1"), (99, "is not registered")])
+def test_a_role_that_was_not_heard_of_yet_is_told_from_a_failure(refusals: int, why: str) -> None:
+    """A server that failed is avoided for a while, also for other copies."""
+
+    async def work() -> None:
+        async with registering(refusals) as (_, servers, at):
+            with pytest.raises(NotYetError, match=f'"a" at .* takes no roles yet: .*{why}'):
+                await servers.take_roles(at, [pb.Replica(segment_id=7, epoch=2, confirm=True)])
+        gone = MemoryServers()
+        with pytest.raises(UnavailableError) as failed:
+            await gone.take_roles(at, [])
+        assert not isinstance(failed.value, NotYetError)
+        await gone.close()
 
     asyncio.run(asyncio.wait_for(work(), 30))
 

@@ -35,7 +35,7 @@ from smb.coordinator.events import (
 )
 from smb.coordinator.health import Health
 from smb.coordinator.leader import _tick
-from smb.coordinator.memserver_client import AnotherRunError, Look, MemoryServers, RunLiveness
+from smb.coordinator.memserver_client import AnotherRunError, Look, MemoryServers, NotYetError, RunLiveness
 from smb.coordinator.mirrors.filling import Mirrors
 from smb.coordinator.moves.copy_maker import CopyMaker
 from smb.coordinator.outside import new_id
@@ -629,7 +629,7 @@ def test_a_server_that_awaits_a_role_can_take_copies(tmp_path: Path) -> None:
     class Unaware(Servers):
         async def take_roles(self, at: ServerRecord, messages: Sequence[pb.Replica] = (), *_: object) -> frozenset[int]:
             if at.name == "b" and any(message.confirm for message in messages):
-                raise NotFoundError("b has no role 1 here in epoch 2")
+                raise NotYetError("b has no role 1 here in epoch 2")
             return frozenset()
 
     async def work() -> None:
