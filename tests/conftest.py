@@ -38,7 +38,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 Connect = Callable[..., smb.Client]
 
-# The files that take longest begin in the first half: one that began last would keep a single process busy at the end.
+# The files that take longest, or wait longest, begin in the first half: one that began last would keep a single process
+# busy at the end, or leave the processors idle.
 LONG_FILES = (
     "api/test_examples.py",
     "ops/test_cli.py",
@@ -52,6 +53,15 @@ LONG_FILES = (
     "train/test_meshes.py",
     "train/test_publish.py",
     "fault/test_coordinator_kills.py",
+    "fault/test_train_kills.py",
+    "api/test_relays.py",
+    "regressions/test_training_without_coordinator.py",
+    "regressions/test_trainings_made_anew.py",
+    "regressions/test_readers_of_what_was_made_anew.py",
+    "fault/test_train_hosts.py",
+    "train/test_vllm.py",
+    "api/test_session_ends.py",
+    "regressions/test_roles_not_heard_of_yet.py",
 )
 
 # By its address, the coordinator of this worker's cluster, once there is one. A client that looks at what a test left
