@@ -73,7 +73,8 @@ class CopyMaker:
         self._switches: dict[int, Move] = {}  # likewise; begun by the coordinator itself
         self._unswitchable_until: dict[int, float] = {}  # by bundle: its last switch failed
         self._avoided_until: dict[str, float] = {}
-        self._role_awaited_until: dict[int, float] = {}  # by bundle: its server has not heard of its role
+        self._unready_until: dict[str, float] = {}  # servers that have not heard of a role, or register: no sources
+        self._target_awaited_until: dict[int, float] = {}  # by bundle: its target registers
         self._apart_until: dict[frozenset[str], float] = {}  # two servers that did not reach each other
         self._said: dict[int, str] = {}  # by bundle: the last warning
         self._bound: dict[int, float] = {}  # segments that their servers reported as unable to move; until when
@@ -178,10 +179,11 @@ class CopyMaker:
         self._say_without_room(records, pool)
         self._say_lacking(records)
         most = self._pace.most(now.monotonic, strained=bool(state.late(now)))
-        awaited = {bundle: until for bundle, until in self._role_awaited_until.items() if until > now.monotonic}
-        self._role_awaited_until = awaited
-        resting = {*self.resting(), *awaited}
-        found = wishes(records, pool, avoid, moves, apart, self._bound, resting, kept, most, state.copies_held(now))
+        unready = frozenset(name for name, until in self._unready_until.items() if until > now.monotonic)
+        awaited = {bundle: until for bundle, until in self._target_awaited_until.items() if until > now.monotonic}
+        self._target_awaited_until = awaited
+        resting, held = {*self.resting(), *awaited}, state.copies_held(now)
+        found = wishes(records, pool, avoid, moves, apart, self._bound, resting, kept, most, held, unready)
         await asyncio.gather(*map(self._begin, found))
 
     async def _begin(self, wish: Wish) -> None:
@@ -310,20 +312,22 @@ class CopyMaker:
             await self._drop(committed)
 
     def _pause(self, wish: Wish, asked: str, pause_s: float, error: Error) -> None:
-        """Ask this server for no copies for a while."""
-        doing = f"copy on {wish.target}" if wish.target else f"move to {wish.source}"
-        self._say_once(bundle_of(wish.segment), f"no {doing} of a segment of {wish.record.title} for now: {error}")
-        self._avoided_until[asked] = self._commit_log.now().monotonic + pause_s
-        asyncio.get_running_loop().call_later(pause_s, self.look_now)
-
-    def _wait_for_role(self, wish: Wish, error: Error) -> None:
-        """Leave a bundle for a moment: one of its servers has not heard yet of its role, or is registering. Both can
-        take copies of others meanwhile, which would otherwise go to a server that shares more with their source.
+        """Ask this server for no copies for a while. One that has not heard yet of its role, or is registering, takes
+        copies of others meanwhile, which would otherwise go to a server that shares more with their source. A copy on
+        one that is registering waits for it.
         """
-        bundle = bundle_of(wish.segment)
-        self._say_once(bundle, f"no copy on {wish.target} of a segment of {wish.record.title} for now: {error}")
-        self._role_awaited_until[bundle] = self._commit_log.now().monotonic + CONFIRM_PAUSE_S
-        asyncio.get_running_loop().call_later(CONFIRM_PAUSE_S, self.look_now)
+        doing, bundle = f"copy on {wish.target}" if wish.target else f"move to {wish.source}", bundle_of(wish.segment)
+        self._say_once(bundle, f"no {doing} of a segment of {wish.record.title} for now: {error}")
+        waits = isinstance(error, NotYetError | NotFoundError)  # or it is not registered any more
+        pause_s = CONFIRM_PAUSE_S if waits else pause_s
+        until = self._commit_log.now().monotonic + pause_s
+        if not waits:
+            self._avoided_until[asked] = until
+        elif asked == wish.target:
+            self._target_awaited_until[bundle] = until
+        else:
+            self._unready_until[asked] = until
+        asyncio.get_running_loop().call_later(pause_s, self.look_now)
 
     def _say_once(self, bundle: int, text: str) -> None:
         _log.log(logging.DEBUG if self._said.get(bundle) == text else logging.WARNING, "%s", text)
@@ -370,10 +374,7 @@ class CopyMaker:
                 await self._give_room_back(wish, server, epoch)
                 return
         except Error as error:
-            if isinstance(error, NotYetError | NotFoundError):  # or it is not registered any more
-                self._wait_for_role(wish, error)
-            else:
-                self._pause(wish, asked, PAUSE_S if asked == wish.target else CONFIRM_PAUSE_S, error)
+            self._pause(wish, asked, PAUSE_S if asked == wish.target else CONFIRM_PAUSE_S, error)
             await self._give_room_back(wish, server, epoch)
             return
         finally:

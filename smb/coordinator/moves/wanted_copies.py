@@ -69,12 +69,14 @@ def wishes(
     kept: Container[tuple[str, int]] = frozenset(),
     most: int = MOST,
     held: bool = False,
+    unready: frozenset[str] = frozenset(),
 ) -> list[Wish]:
     """Return the copies to begin now, a few for each server: first replacements of lost copies, then copies that leave
     drained servers, then `moves`, by segment. `avoid`: servers that are asked for nothing. `apart`: pairs of servers
     that do not copy to each other. `bound`: segments that cannot move. `resting`: bundles that wait. `kept`: servers
     that have another copy of a segment in quarantine. `most`: copies that may be under way in all. `held`: lost copies
-    are not replaced for now. A bundle is one copy, and it waits while one of its buffers is being made.
+    are not replaced for now. `unready`: servers that are asked for no copies of theirs, but take those of others. A
+    bundle is one copy, and it waits while one of its buffers is being made.
     """
     bundles = Bundles(records)
     # A copy whose source is lost stays in the records until that server is back, which may be never.
@@ -87,7 +89,8 @@ def wishes(
     sources = _Load((segment.server, nbytes) for segment, nbytes in under_way.values())
     targets = _Load((segment.copying_to, nbytes) for segment, nbytes in under_way.values())
     free = {name: nbytes for name, nbytes in pool.free_bytes.items() if name not in avoid}
-    found = [wish for wish in _surplus(records, pool, moves or {}) if not {wish.source, wish.leaving} & avoid]
+    mute = avoid | unready
+    found = [wish for wish in _surplus(records, pool, moves or {}) if not {wish.source, wish.leaving} & mute]
     found += [wish for wish in _switching(bundles, records, moves or {}) if not {wish.target, wish.leaving} & avoid][
         :SWITCHES_AT_ONCE
     ]
@@ -103,7 +106,7 @@ def wishes(
         nbytes = bundles.file_bytes(record, segment)
         if (
             not pool.alive(source)
-            or {source, leaving} & avoid
+            or {source, leaving} & mute
             or bundle_of(segment) in begun
             or bundle_of(segment) in resting
             or not bundles.ready(record, segment)

@@ -1,4 +1,4 @@
-"""The engine of the backend "smb", which vLLM makes in each of its workers: see smb/torch/vllm.py.
+"""The engine of the backend "smb", which vLLM makes in each of its workers: see smb/torch/vllm/__init__.py.
 
 A generation is in host memory, whole, before anything of the model is touched, and at all workers of an engine or at
 none: smb/torch/publishing/host_copy.py. What can be refused (a generation that was overwritten or does not come, names

@@ -1,6 +1,6 @@
 """The trainer's engine of the backend "smb": publishes once, and has any number of vLLM engines take the generation.
 
-Needs vLLM, 0.26 or newer. See smb/torch/vllm.py, which registers it.
+Needs vLLM, 0.26 or newer. See smb/torch/vllm/__init__.py, which registers it.
 """
 
 from __future__ import annotations

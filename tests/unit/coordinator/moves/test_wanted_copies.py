@@ -106,6 +106,8 @@ def test_a_copy_waits_for_another_zone(cluster: Cluster) -> None:
     assert wishes(records, pool) == []
     assert [wish.target for wish in wishes(records[-1:], pool)] == ["b"]
     assert [wish.target for wish in wishes(records, pool, avoid=frozenset("b"))] == ["c"]
+    assert [wish.target for wish in wishes(records[-1:], pool, unready=frozenset("b"))] == ["b"]
+    assert wishes(records[-1:], pool, unready=frozenset({records[-1].segments[0].server})) == []
     full = replace(pool, free_bytes=pool.free_bytes | {"b": 1})
     assert [wish.target for wish in wishes(records, full)] == ["c"]
     assert [wish.target for wish in wishes(records, replace(pool, zones={}))] == ["c"]
