@@ -16,6 +16,7 @@ PIP := $(VERSIONS) $(BIN)/python -m pip --disable-pip-version-check --quiet
 pip-install = { trap 'exit 130' INT TERM HUP; exec 9>>$(VENV)/installing; flock 9; touch $(VENV)/unfinished; \
 	$(VERSIONS) tests/support/install.sh $(VENV) $(1); \
 	status=$$?; [ $$status -gt 128 ] || rm -f $(VENV)/unfinished; exec 9>&-; [ $$status = 0 ]; }
+COMMA := ,
 # $(call step,COMMAND,what to do if it fails)
 step = $(1) || { echo "make: $@ failed at this step: $(strip $(2))" >&2; exit 1; }
 # Tests start some thousand processes of ours: each would compile our modules anew.
@@ -280,7 +281,7 @@ mpi-tests: $(VENV)/test-installed
 	@$(call step,$(BIN)/python -m pytest tests/api/test_one_sided.py, pytest. One test again: make mpi)
 
 stacks-tests: $(VENV)/installed
-	@$(call step,$(call pip-install,--editable ".[trl,verl]" --requirement tests/stacks-requirements.txt), TRL and verl. The same call again goes on from there)
+	@$(call step,$(call pip-install,--editable ".[trl$(COMMA)verl]" --requirement tests/stacks-requirements.txt), TRL and verl. The same call again goes on from there)
 	@$(call step,$(BIN)/python -m pytest --durations 5 $(or $(TESTS),tests/train/test_trl.py tests/train/test_trl_training.py \
 		tests/train/test_verl.py), pytest. One test again: make stacks TESTS=FILE::TEST)
 

@@ -34,9 +34,10 @@ def flood(credentials):
         ]
     for number, (call, request) in enumerate(itertools.cycle(calls)):
         room.acquire()
-        call.future(request(number), timeout=30).add_done_callback(lambda _: room.release())
-        if number == min(100, in_flight // 2):
-            arrived.release()
+        under_way = call.future(request(number), timeout=30)
+        under_way.add_done_callback(lambda _: room.release())
+        if number == 0:
+            under_way.add_done_callback(lambda _: arrived.release())
 for place in places:
     credentials = load_directory(place)
     for _ in range(4):
@@ -52,7 +53,7 @@ sys.stdin.read()
 def flooded(address: str, *credentials: Path, everything: bool = False, in_flight: int = 8000) -> Iterator[None]:
     """A process floods the coordinator during the block: with small calls, or with `everything`. It keeps `in_flight`
     calls in flight with each of the credentials, over four connections each. The block begins when each connection has
-    begun many calls.
+    had an answer.
     """
     flood = subprocess.Popen(
         [sys.executable, "-c", _READER, address, "everything" if everything else "little", str(in_flight),

@@ -64,6 +64,7 @@ class Taken:
 
 def sources(root: Path = ROOT) -> dict[str, ast.Module]:
     """Return the product's modules by their paths. What the build generates is left out."""
+    enabled = gc.isenabled()
     gc.disable()  # nothing of it is garbage, and looking through it took two thirds of the time
     try:
         return {
@@ -73,8 +74,8 @@ def sources(root: Path = ROOT) -> dict[str, ast.Module]:
             if "_pb2" not in path.name
         }
     finally:
-        gc.freeze()
-        gc.enable()
+        if enabled:
+            gc.enable()
 
 
 def reach_ins(modules: dict[str, ast.Module]) -> list[Taken]:
