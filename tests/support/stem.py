@@ -204,8 +204,8 @@ _guard = threading.Lock()
 
 def _stem_for(command: Sequence[str], environment: Mapping[str, str], cwd: str | None) -> _Stem | None:
     """Return the stem for these circumstances: it is made when one kind of daemon or command comes for the second time.
-    The first of each kind is a program, unless another process had a program of this kind and there is the stem, or
-    none at all: most circumstances but the first ones are those of one test.
+    The first of each kind is a program, unless another process had a program of this kind, and there is the stem or
+    this is the first one. Stems for other circumstances are made late, as most of these are those of a single test.
     """
     global _owner
     module, *arguments = words_of(command)

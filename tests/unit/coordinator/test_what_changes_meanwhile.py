@@ -37,6 +37,7 @@ from smb.coordinator.health import Health
 from smb.coordinator.leader import _tick
 from smb.coordinator.memserver_client import AnotherRunError, Look, MemoryServers, NotYetError, RunLiveness
 from smb.coordinator.mirrors.filling import Mirrors
+from smb.coordinator.moves import copy_maker
 from smb.coordinator.moves.copy_maker import CopyMaker
 from smb.coordinator.outside import new_id
 from smb.coordinator.records import BufferRecord, Held, SegmentRecord, ServerRecord
@@ -623,12 +624,18 @@ def test_a_server_renews_while_it_makes_room_for_a_copy(tmp_path: Path) -> None:
     asyncio.run(work())
 
 
-def test_a_server_that_awaits_a_role_can_take_copies(tmp_path: Path) -> None:
-    """It does not know yet that it is a segment's primary. Copies of others went to a server in their source's zone."""
+def test_a_server_that_awaits_a_role_can_take_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does not know yet that it is a segment's primary. Copies of others went to a server in their source's zone.
+    It is not asked for other copies of its own meanwhile: it was, at each look.
+    """
+    monkeypatch.setattr(copy_maker, "CONFIRM_PAUSE_S", 60.0)
+    asked = 0
 
     class Unaware(Servers):
         async def take_roles(self, at: ServerRecord, messages: Sequence[pb.Replica] = (), *_: object) -> frozenset[int]:
+            nonlocal asked
             if at.name == "b" and any(message.confirm for message in messages):
+                asked += 1
                 raise NotYetError("b has no role 1 here in epoch 2")
             return frozenset()
 
@@ -637,12 +644,15 @@ def test_a_server_that_awaits_a_role_can_take_copies(tmp_path: Path) -> None:
             servers = Unaware(living=1)
             await register(log, "a", "b")
             maker = SegmentMaker(log, cast(Any, servers))
-            for name, at in (("w", "a"), ("v", "b")):
+            for name, at in (("w", "a"), ("v", "b"), ("u", "b")):
                 await maker.create(Creation(name, (8,), "float32", replicas=2, server_names=(at,)), 1.0)
             copies = CopyMaker(log, cast(Any, servers), nothing, maker.drop)
             await log.commit(BackupsLost("b", frozenset({log.state.buffers["v"].segments[0].id})))
             await copies.begin()
             assert log.state.buffers["v"].segments[0].copying_to == ""
+            await log.commit(BackupsLost("b", frozenset({log.state.buffers["u"].segments[0].id})))
+            await copies.begin()
+            assert asked == 1
             await log.commit(BackupsLost("a", frozenset({log.state.buffers["w"].segments[0].id})))
             await copies.begin()
             assert log.state.buffers["w"].segments[0].copying_to == "b"
