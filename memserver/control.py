@@ -122,11 +122,13 @@ class ControlService(MemoryServerServicer):
         def drop() -> pb.DeleteSegmentReply:
             failpoint("memserver.delete.asked")
             self._check_run(request.instance_id)
+            gone = True
             if not request.room:
-                self._segments.drop(request.id, request.epoch or FOR_GOOD, Ground(request.ground), request.term)
+                gone = self._segments.drop(request.id, request.epoch or FOR_GOOD, Ground(request.ground), request.term)
             elif (seen := self._segments.held().get(request.id)) is not None:
-                self._segments.give_up(seen, request.epoch, request.term)
-            _log.info("dropped segment %016x: %s", request.id, Ground(request.ground).name.lower())
+                gone = self._segments.give_up(seen, request.epoch, request.term)
+            if gone:
+                _log.info("dropped segment %016x: %s", request.id, Ground(request.ground).name.lower())
             failpoint("memserver.delete.done")
             return pb.DeleteSegmentReply(used_bytes=self._segments.used_bytes())
 

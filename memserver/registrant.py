@@ -285,10 +285,12 @@ class Registrant:
         for segment_id, epoch, ground in zip(reply.drop_segment_ids, epochs, grounds, strict=True):
             try:
                 if segment_id in rooms:
-                    self._segments.give_up(held[segment_id], epoch + 1)
-                self._segments.drop(segment_id, epoch or FOR_GOOD, ground)
+                    # Records that were restored since may have had it made in an epoch later than the next one.
+                    self._segments.give_up(held[segment_id], max(epoch + 1, held[segment_id].epoch))
+                gone = self._segments.drop(segment_id, epoch or FOR_GOOD, ground)
                 failpoint("memserver.register.dropped")
-                _log.info("dropped segment %016x: %s", segment_id, ground.name.lower())
+                if gone:
+                    _log.info("dropped segment %016x: %s", segment_id, ground.name.lower())
             except Error as error:
                 _log.error("%s; it stays until the next registration", error)
 

@@ -137,30 +137,32 @@ class Segments:
                 self._engine.copies.forget_ends()
                 self._dropped.clear()
 
-    def drop(self, segment_id: int, epoch: int = FOR_GOOD, ground: Ground = Ground.UNKNOWN, term: int = 0) -> None:
+    def drop(self, segment_id: int, epoch: int = FOR_GOOD, ground: Ground = Ground.UNKNOWN, term: int = 0) -> bool:
         """Drop a segment and its file; a missing one is not an error. A copy that was made in a later epoch stays, and
-        so does one that memserver/drop_rules.py protects. `term`: of the coordinator that asks: if this
-        server is not registered with it, NotRegisteredError. 0: this server's own decision, or not said.
+        so does one that memserver/drop_rules.py protects. Returns whether the segment is gone. `term`: of the
+        coordinator that asks: if this server is not registered with it, NotRegisteredError. 0: this server's own
+        decision, or not said.
         """
         with self._lock:
             self._lock.wait_for(lambda: segment_id not in self._busy)
             self.terms.check(term, destroys=True)
             held = self._held.get(segment_id)
             if held is not None and held.epoch > epoch:
-                return
+                return False
             if held is not None and (why := self._why_not(segment_id, ground, epoch)):
                 _log.warning("segment %016x is kept: %s", segment_id, why)
                 if ground is Ground.NEVER_MADE:  # the next registration must not count it as deleted
                     self.quarantine([segment_id])
-                return
+                return False
             if ground is not Ground.FORGOTTEN:  # a forgotten segment may get a copy here again
                 self._dropped[segment_id] = max(epoch, self._dropped.pop(segment_id, 0))
             if len(self._dropped) > DROPPED_MAX:
                 del self._dropped[next(iter(self._dropped))]
             if held is None:
-                return
+                return True
             self._take(segment_id)
         self._delete(segment_id)
+        return True
 
     def give_up(self, seen: SegmentForm, epoch: int, term: int = 0) -> bool:
         """Drop a copy that held() has returned, unless it was made in a later epoch, or made or requested again since.

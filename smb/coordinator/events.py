@@ -484,7 +484,7 @@ class DropSegments:
 @dataclass(frozen=True, slots=True)
 class AnswerDrops:
     """Tell the registering server to drop these segments, unless they were made in a later epoch than the number in
-    `epochs`; 0: in any epoch. `rooms`: of these, also what was made for the next epoch, for a copy that never began.
+    `epochs`; 0: in any epoch. `rooms`: of these, also a copy of a later epoch that was begun at most.
     """
 
     segment_ids: tuple[int, ...]

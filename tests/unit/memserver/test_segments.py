@@ -16,6 +16,7 @@ import pytest
 from memserver.engine import Engine, SegmentForm
 from memserver.memory_dir import MemoryDirectory
 from memserver.recovery import recover
+from memserver.registrant import Identity, Registrant
 from memserver.replication import BACKUP, NONE, PRIMARY, Replication, boot_seconds
 from memserver.segments import FOR_GOOD, Segments
 from memserver.terms import NotRegisteredError
@@ -75,6 +76,35 @@ def test_room_is_given_up_as_it_was_seen_alone(tmp_path: Path, leaving: ExitStac
     run.segments.create(replace(made), replicate=copying)
     assert not run.segments.give_up(seen, 3), "made again"
     assert run.segments.ids() == [FORM.id]
+
+
+@pytest.mark.parametrize("case", ["begun", "whole", "asked for since"])
+def test_a_copy_of_later_records_is_dropped_at_a_registration_if_it_was_only_begun(
+    tmp_path: Path, leaving: ExitStack, case: str
+) -> None:
+    """It was made in epoch 3, and the coordinator's records are of epoch 1 since a backup was restored."""
+    run = Run(tmp_path, leaving)
+    made = replace(FORM, epoch=3)
+
+    def copying() -> None:
+        run.engine.copies.set_replica(made.id, made.epoch, BACKUP, "b", copying=case != "whole")
+
+    run.segments.create(made, replicate=copying)
+    identity = Identity("a", 1, "127.0.0.1:1", "127.0.0.1:2", "", "", 1)
+    turn = Registrant("127.0.0.1:3", identity, run.segments, pb.ServerLoad, Mock(), Mock()).turn()
+    (listed,) = next(turn).request.segment_ids
+    if case == "asked for since":
+        run.segments.create(replace(made), replicate=copying)
+    reply = pb.RegisterServerReply(
+        lease_ms=3000,
+        drop_segment_ids=[listed],
+        drop_epochs=[1],
+        room_segment_ids=[listed],
+        drop_grounds=[Ground.SUPERSEDED.name],
+    )
+    with pytest.raises(StopIteration):
+        turn.send(reply)
+    assert run.segments.ids() == ([] if case == "begun" else [FORM.id])
 
 
 def test_a_creation_that_fails_leaves_nothing(tmp_path: Path, leaving: ExitStack) -> None:
