@@ -157,11 +157,12 @@ class ControlService(MemoryServerServicer):
 
         def take() -> pb.TakeRolesReply:
             self._check_run(request.instance_id)
-            self._segments.terms.check(request.term)
-            self._segments.quarantine(request.quarantine_segment_ids)
-            for segment_id in request.taken_up_segment_ids:
-                self._segments.quarantined.take_up(segment_id)
-            taken = self._replication.take(request.replicas)
+            with self._segments.terms.during(request.term):
+                self._segments.quarantine(request.quarantine_segment_ids)
+                for segment_id in request.taken_up_segment_ids:
+                    self._segments.quarantined.take_up(segment_id)
+            # A registration with another coordinator gives roles, too: none of this one's may come after those.
+            taken = self._replication.take(request.replicas, self._segments.terms.during(request.term))
             return pb.TakeRolesReply(
                 confirmed=[part.segment_id for part in request.replicas if part.confirm],
                 bound=taken.bound,

@@ -13,6 +13,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 from memserver.copier import Copier
@@ -108,11 +109,12 @@ class Replication:
         self.copier = Copier(engine, copy_rate, self._tell, self._outside.now, self._outside.begin)
         self._thread: threading.Thread | None = None
 
-    def take(self, parts: Iterable[pb.Replica]) -> Taken:
+    def take(self, parts: Iterable[pb.Replica], during: AbstractContextManager[None] | None = None) -> Taken:
         """Take over these roles from the coordinator; other segments keep theirs. Returns the answers to its questions.
-        Raises NotFoundError or UnavailableError if it asks to confirm a role that this server does not have.
+        Raises NotFoundError or UnavailableError if it asks to confirm a role that this server does not have. `during`:
+        entered before the first and left after the last one.
         """
-        with self._taking:
+        with self._taking, during or nullcontext():
             return self._take(parts)
 
     def _take(self, parts: Iterable[pb.Replica]) -> Taken:

@@ -5,6 +5,8 @@ coordinator makes or drops nothing here.
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from smb.errors import Error
 
@@ -64,3 +66,10 @@ class CoordinatorTerms:
         with self._lock:
             if term != 0 and (term != self._term or (destroys and self._listed)):
                 raise NotRegisteredError(f"this server is not registered with the coordinator of term {term:016x} now")
+
+    @contextmanager
+    def during(self, term: int) -> Iterator[None]:
+        """Check as above; until the context ends this server registers with no other coordinator."""
+        with self._lock:
+            self.check(term)
+            yield

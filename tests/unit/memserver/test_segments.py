@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from unittest.mock import Mock
 
+import grpc
 import pytest
 
+from memserver.control import ControlService
 from memserver.engine import Engine, SegmentForm
 from memserver.memory_dir import MemoryDirectory
 from memserver.recovery import recover
@@ -274,6 +276,42 @@ def test_a_role_that_no_record_has_is_served_as_long_as_the_backup_confirms_it(
         replication.note_records(others, [1, 2])
         with pytest.raises(TimeoutError):
             read()
+
+
+def test_no_role_of_a_former_coordinator_is_taken_after_a_registration(tmp_path: Path, leaving: ExitStack) -> None:
+    """A registration that came between the check of the term and the role was overruled by the former coordinator."""
+    run = Run(tmp_path, leaving)
+    run.segments.registered(5)
+    begun, goes_on, seen = threading.Event(), threading.Event(), []
+
+    def take_one(*_: object, **__: object) -> None:
+        begun.set()
+        assert goes_on.wait(20)
+        seen.append("role")
+
+    engine = Mock(wraps=run.engine)
+    engine.copies.set_replica = take_one
+    service = ControlService(run.segments, Mock(), Replication(engine), Mock())
+    request = pb.TakeRolesRequest(replicas=[pb.Replica(segment_id=FORM.id, epoch=1, role=NONE)], term=5)
+
+    def register() -> None:
+        run.segments.registered(6)
+        seen.append("registered")
+
+    with ThreadPoolExecutor(2) as threads:
+        taking = threads.submit(service.TakeRoles, request, Mock())
+        assert begun.wait(20)
+        registering = threads.submit(register)
+        assert not wait([registering], 0.2).done
+        goes_on.set()
+        taking.result(20)
+        registering.result(20)
+    assert seen == ["role", "registered"]
+    context = Mock(abort=Mock(side_effect=RuntimeError))
+    with pytest.raises(RuntimeError):
+        service.TakeRoles(request, context)
+    assert context.abort.call_args[0][0] is grpc.StatusCode.ABORTED
+    assert seen == ["role", "registered"]
 
 
 def test_a_term_that_has_come_back_may_drop_again(tmp_path: Path, leaving: ExitStack) -> None:
