@@ -569,6 +569,9 @@ static void answers_wait_inside(void)
     struct iovec all = {bytes, sizeof bytes},
                  more = {bytes + SMB_FRAME_BYTES, AT_ONCE * SMB_FRAME_BYTES};
     CHECK_EQ(channel_write(&channel, &all, 1), (ssize_t)sizeof bytes);
+    /* The answers fill megabytes of the two sockets first. */
+    while (!channel_unsent_bytes(&channel))
+        CHECK(!channel_failed(channel_write(&channel, &more, 1)));
     WAIT_UNTIL((CHECK(!channel_failed(
                     channel_write(&channel, &more, channel_unsent_bytes(&channel) ? 0 : 1))),
                 smb_server_counters(rig.servers[0], &counters), counters.backlog_bytes > 0));
