@@ -2,6 +2,7 @@
 
 #include <stdio.h>
 #include <stdlib.h>
+#include <sys/socket.h>
 
 #include "base/clock.h"
 
@@ -195,8 +196,10 @@ void feed_send(struct feed *feed)
             return;
         ssize_t done = channel_write(&feed->channel, parts, count);
         if (done < 0) {
+            /* The other end may have said before it closed why it refuses us. The forwarder reads
+             * that, and loses the connection at its end. */
             if (channel_failed(done))
-                lose(feed);
+                shutdown(feed->channel.fd, SHUT_RDWR);
             return; /* epoll reports when there is room */
         }
         if (count == 0 && channel_unsent_bytes(&feed->channel) > 0)

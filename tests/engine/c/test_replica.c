@@ -4,6 +4,8 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <linux/futex.h>
+#include <netinet/in.h>
+#include <poll.h>
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stdlib.h>
@@ -18,6 +20,7 @@
 #include "memory/change.h"
 #include "memory/segment.h"
 #include "sync/sync.h"
+#include "server/feed.h"
 #include "server/replica.h"
 
 enum { BESIDE = 78, ELEMENTS = SEGMENT_BYTES / 8, CLIENTS = 4, ROUNDS = 150 };
@@ -336,6 +339,41 @@ static void a_primary_with_more_stays_apart(void)
     CHECK(copies_are_equal(&pair));
     close(raw.fd);
     stop(&pair);
+}
+
+/* A backup refuses, and closes before it has read all that was sent, so that its socket is reset.
+ * The next change found that out first, and the reason was lost. */
+static void a_refusal_is_read_from_a_connection_that_was_reset(void)
+{
+    struct sockaddr_in here = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
+    socklen_t size = sizeof here;
+    int listener = socket(AF_INET, SOCK_STREAM, 0), fd = socket(AF_INET, SOCK_STREAM, 0);
+    CHECK(bind(listener, (struct sockaddr *)&here, size) == 0 && listen(listener, 1) == 0);
+    CHECK(getsockname(listener, (struct sockaddr *)&here, &size) == 0);
+    CHECK(connect(fd, (struct sockaddr *)&here, size) == 0);
+    int backup = accept(listener, NULL, NULL);
+    struct feed feed;
+    feed_create(&feed);
+    feed_connect(&feed, (struct channel){.fd = fd}, 1, ID, 1, 1);
+    feed_send(&feed);
+    struct smb_frame refusal = {
+        .opcode = SMB_HELLO, .flags = SMB_FLAG_REPLY, .status = SMB_STALE_EPOCH};
+    uint8_t bytes[SMB_FRAME_BYTES];
+    smb_frame_encode(&refusal, bytes);
+    CHECK_EQ(send(backup, bytes, sizeof bytes, 0), (ssize_t)sizeof bytes);
+    close(backup);
+    close(listener);
+    struct pollfd reset = {.fd = fd};
+    CHECK(poll(&reset, 1, 10000) == 1 && reset.revents & POLLERR);
+    struct smb_frame change = {.opcode = SMB_FETCH_ADD, .session = 5, .segment = ID, .epoch = 1};
+    struct forward *forward = feed_make(&feed, SMB_FRAME_BYTES);
+    smb_frame_encode(&change, forward->frame);
+    feed_append(&feed, forward, 1, 1);
+    feed_send(&feed);
+    CHECK(feed_receive(&feed) == NULL);
+    CHECK_EQ(feed.refused, SMB_STALE_EPOCH);
+    CHECK(!feed_is_dialled(&feed));
+    feed_destroy(&feed);
 }
 
 /* Why the backup refuses the segment stands until a connection works again. */
@@ -1345,6 +1383,7 @@ int main(void)
         TEST(changes_wait_while_roles_switch),
         TEST(readers_do_not_hold_up_a_switch),
         TEST(a_primary_with_more_stays_apart),
+        TEST(a_refusal_is_read_from_a_connection_that_was_reset),
         TEST(a_refusal_stands_until_a_connection_works),
         TEST(a_copy_has_the_records),
         TEST(operands_are_forwarded),
