@@ -327,7 +327,8 @@ class Registrant:
     def _take_roles(self, reply: pb.RegisterServerReply | pb.RenewServerReply, asked_s: float) -> None:
         """Take roles before the lease, because the lease covers the roles in the same answer."""
         if self._replication is not None:
-            self._replication.take(reply.replicas)
+            registers = isinstance(reply, pb.RegisterServerReply)
+            self._replication.take(reply.replicas, from_other_records=registers)
             self._replication.note_records(reply.replicas, self._segments.quarantined.ids())
             self._replication.serve_until(asked_s + LEASE_USED * reply.lease_ms / 1000)
 

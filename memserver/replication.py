@@ -109,15 +109,22 @@ class Replication:
         self.copier = Copier(engine, copy_rate, self._tell, self._outside.now, self._outside.begin)
         self._thread: threading.Thread | None = None
 
-    def take(self, parts: Iterable[pb.Replica], during: AbstractContextManager[None] | None = None) -> Taken:
+    def take(
+        self,
+        parts: Iterable[pb.Replica],
+        during: AbstractContextManager[None] | None = None,
+        *,
+        from_other_records: bool = False,
+    ) -> Taken:
         """Take over these roles from the coordinator; other segments keep theirs. Returns the answers to its questions.
         Raises NotFoundError or UnavailableError if it asks to confirm a role that this server does not have. `during`:
-        entered before the first and left after the last one.
+        entered before the first and left after the last one. `from_other_records`: than the roles before may come
+        from. A role that was taken once may then be told again after a later one.
         """
         with self._taking, during or nullcontext():
-            return self._take(parts)
+            return self._take(parts, from_other_records)
 
-    def _take(self, parts: Iterable[pb.Replica]) -> Taken:
+    def _take(self, parts: Iterable[pb.Replica], from_other_records: bool) -> Taken:
         taken = Taken()
         led: dict[int, int] = {}
         for part in parts:
@@ -150,7 +157,8 @@ class Replication:
                     self._parts[part.segment_id] = part
                     again = before is not None and (before.epoch, before.role) == (part.epoch, part.role)
                     # A renewal tells all roles again: those that were taken are not looked at then.
-                    if self._not_led.pop(part.segment_id, 0) or (part.role == PRIMARY and not again):
+                    looks = part.role == PRIMARY and (not again or from_other_records)
+                    if self._not_led.pop(part.segment_id, 0) or looks:
                         led[part.segment_id] = part.epoch
         if led := {number: epoch for number, epoch in led.items() if not self._leads(number, epoch)}:
             self._note_not_led(led)

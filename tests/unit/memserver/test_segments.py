@@ -221,9 +221,9 @@ def test_a_role_that_cannot_be_taken_is_reported(tmp_path: Path, leaving: ExitSt
     replication = Replication(run.engine)
     leaving.callback(replication.close)
 
-    def take(number: int, epoch: int, role: int = PRIMARY) -> dict[int, int]:
+    def take(number: int, epoch: int, role: int = PRIMARY, *, registers: bool = False) -> dict[int, int]:
         part = pb.Replica(segment_id=number, epoch=epoch, role=role, copying=role == BACKUP)
-        replication.take([part])
+        replication.take([part], from_other_records=registers)
         return {pair.segment_id: pair.epoch for pair in replication.broken() if pair.segment_id == 1}
 
     for number in (1, 2):
@@ -235,6 +235,11 @@ def test_a_role_that_cannot_be_taken_is_reported(tmp_path: Path, leaving: ExitSt
     assert take(2, 6, BACKUP) == {}
     assert take(1, 6) == {1: 7}  # the epoch is the same, but the role is not
     assert take(1, 8) == {}
+    assert take(2, 9) == {}
+    assert take(1, 8) == {}, "a renewal tells what was taken before"
+    assert take(1, 8, registers=True) == {1: 9}, "records that lack the other one"
+    assert take(1, 8) == {1: 9}
+    assert take(1, 10) == {}
 
 
 def test_a_role_that_no_record_has_is_served_as_long_as_the_backup_confirms_it(
