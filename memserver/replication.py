@@ -142,6 +142,8 @@ class Replication:
                 continue
             except InvalidArgumentError as error:
                 _log.error("segment %016x, epoch %d: %s", part.segment_id, part.epoch, error)
+                if part.role == PRIMARY:
+                    led[part.segment_id] = part.epoch
                 continue
             if part.role == NONE:
                 _log.warning("segment %016x: another server is its primary now", part.segment_id)
@@ -197,13 +199,17 @@ class Replication:
 
     def _note_not_led(self, led: dict[int, int]) -> None:
         """Note of which of these segments, with the epochs of their roles, this server did not become the primary.
-        Others of their bundles have a later role here, by records that were replaced since and had other segments.
+        Others of their bundles have a later role here, by records that were replaced since and had other segments. Or
+        the role has ended here, as restored records wanted, and the backup that it has again may lack changes.
         """
         with self._lock:
             for status in self._engine.copies.replicas():
-                told = led.get(status.segment_id, status.epoch + 1)
-                last = status.epoch + (status.role != PRIMARY)  # so that it is later than the one that was told
-                if status.epoch >= told and last > told:
+                told = led.get(status.segment_id)
+                if told is None:
+                    continue
+                newest = max(status.epoch, told) if status.role == NONE else status.epoch
+                last = newest + (status.role != PRIMARY)  # so that it is later than the one that was told
+                if newest >= told and last > told:
                     self._not_led[status.segment_id] = last
 
     def _confirm(self, part: pb.Replica) -> bool:

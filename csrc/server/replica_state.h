@@ -45,6 +45,8 @@ struct segment_bundle {
     uint64_t hands_over_until_ns;
     /* it was the primary, and has changes that the present primary may lack */
     bool strays;
+    /* it was the primary, and its backup may lack changes that are here */
+    bool uneven;
     struct copy copy; /* primary: the progress of a new backup's copy */
     uint64_t copied;  /* backup: the last part of a copy that was stored here */
     /* a change of a lock's words was not queued for lack of memory: nothing after it may be

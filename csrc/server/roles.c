@@ -12,15 +12,26 @@
 
 enum { HAND_OVER_MS = 1000 };
 
+/* Call with the lock held. Whether the backup has exactly what this primary has. Questions to it do
+ * not count: as long as the primary yields, each read asks one. */
+static bool is_even(const struct segment_bundle *bundle)
+{
+    return bundle_is_primary(bundle) && is_paired(bundle) && bundle->in_progress == 0 &&
+           !bundle->copy.under_way && !bundle->words_lost &&
+           atomic_load_explicit(&bundle->confirmed, memory_order_relaxed) >= bundle->changed_order;
+}
+
 /* Call with the lock held. */
 static void set_role(struct segment_bundle *bundle, uint32_t epoch, int role, bool paired,
                      bool copying, const char *peer)
 {
     int role_now = atomic_load_explicit(&bundle->role, memory_order_relaxed);
-    if (role == SMB_REPLICA_PRIMARY || copying)
-        bundle->strays = false;
-    else if (role == SMB_REPLICA_NONE && role_now == SMB_REPLICA_PRIMARY)
+    if (role == SMB_REPLICA_PRIMARY || copying) {
+        bundle->strays = bundle->uneven = false;
+    } else if (role == SMB_REPLICA_NONE && role_now == SMB_REPLICA_PRIMARY) {
         bundle->strays = true;
+        bundle->uneven = !is_even(bundle);
+    }
     /* Set before `paired`: a reader that finds an unpaired primary takes it for the only copy. */
     if (role != SMB_REPLICA_PRIMARY)
         atomic_store_explicit(&bundle->role, role, memory_order_release);
@@ -61,15 +72,6 @@ static void take_role(struct segment_bundle *bundle, uint32_t epoch, int role, b
     bundle_tell_change(bundle->server);
 }
 
-/* Call with the lock held. Whether the backup has exactly what this primary has. Questions to it do
- * not count: as long as the primary yields, each read asks one. */
-static bool is_even(const struct segment_bundle *bundle)
-{
-    return bundle_is_primary(bundle) && is_paired(bundle) && bundle->in_progress == 0 &&
-           !bundle->copy.under_way && !bundle->words_lost &&
-           atomic_load_explicit(&bundle->confirmed, memory_order_relaxed) >= bundle->changed_order;
-}
-
 /* The two copies switch their roles, and this one was the primary. It can be fed only if the other
  * one has exactly what it has. Otherwise it ends its role, and stays apart until it is copied to or
  * is the primary again. */
@@ -89,7 +91,8 @@ static int become_backup(struct segment_bundle *bundle, uint32_t epoch, const ch
 }
 
 /* A segment can have a backup that was not copied to if both are new, if its copy has just become
- * whole, or if the two copies switch their roles. */
+ * whole, if the two copies switch their roles, or if it is given back a role that ended when both
+ * had the same. */
 static bool may_take(struct segment_bundle *bundle, uint32_t epoch, int role, bool paired,
                      bool copying, const char *peer)
 {
@@ -100,7 +103,7 @@ static bool may_take(struct segment_bundle *bundle, uint32_t epoch, int role, bo
     if (!may && role == SMB_REPLICA_BACKUP)
         may = !bundle->strays;
     else if (!may)
-        may = !paired || role_now == SMB_REPLICA_NONE || bundle->copy.whole ||
+        may = !paired || (role_now == SMB_REPLICA_NONE && !bundle->uneven) || bundle->copy.whole ||
               (role_now == SMB_REPLICA_BACKUP && next && strcmp(bundle->peer, peer) == 0);
     pthread_mutex_unlock(&bundle->lock);
     return may;

@@ -87,6 +87,7 @@ class _Bundle:
     unrecorded: bool = False
     hands_over_until: float = 0.0  # no change begins before
     strays: bool = False  # it was the primary, and may have what the present one lacks
+    uneven: bool = False  # it was the primary, and its backup may lack what is here
     peer: str = ""
     members: list[int] = field(default_factory=list)
     order: int = 0
@@ -251,7 +252,8 @@ class Engine:
         if epoch > bundle.epoch or (epoch == bundle.epoch and (bundle.role == NONE or ends)):
             whole = bundle.copying is not None and bundle.copying.whole
             next_ = bundle.role == BACKUP and epoch == bundle.epoch + 1 and peer == bundle.peer
-            if role == PRIMARY and peer and not copying and bundle.role != NONE and not whole and not next_:
+            fresh = bundle.role == NONE and not bundle.uneven
+            if role == PRIMARY and peer and not copying and not fresh and not whole and not next_:
                 raise InvalidArgumentError("it cannot have a backup without being copied")
             if role == BACKUP and not copying and bundle.strays:
                 raise InvalidArgumentError("it must be copied to")
@@ -271,9 +273,9 @@ class Engine:
     def _take_role(self, bundle: _Bundle, epoch: int, role: int, peer: str, copying: bool) -> None:
         paired = role == PRIMARY and bool(peer)
         if role == PRIMARY or copying:
-            bundle.strays = False
+            bundle.strays = bundle.uneven = False
         elif role == NONE and bundle.role == PRIMARY:
-            bundle.strays = True
+            bundle.strays, bundle.uneven = True, not self._is_even(bundle)
         if paired and not copying and bundle.copying is not None and bundle.copying.whole:
             bundle.copying = None  # the new backup still has to get all that is queued, in this epoch
             self._hang_up(bundle)

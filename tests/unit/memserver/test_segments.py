@@ -242,6 +242,31 @@ def test_a_role_that_cannot_be_taken_is_reported(tmp_path: Path, leaving: ExitSt
     assert take(1, 10) == {}
 
 
+@pytest.mark.parametrize("told", [1, 2])
+def test_a_primary_that_may_have_more_than_its_backup_does_not_take_it_back(
+    tmp_path: Path, leaving: ExitStack, told: int
+) -> None:
+    """Records were restored twice: the first ones had another primary, the next ones the old pair. What the backup had
+    not confirmed counted as confirmed, was read, and was gone once the backup took over.
+    """
+    run = Run(tmp_path, leaving)
+    replication = Replication(run.engine)
+    leaving.callback(replication.close)
+    pair = partial(pb.Replica, segment_id=FORM.id, role=PRIMARY, peer="b")
+    run.segments.create(FORM, replicate=partial(replication.take, [pair(epoch=1)]))
+    replication.serve_until(boot_seconds() + 600)
+    with RawClient(run.engine.listen_tcp("127.0.0.1", 0)).hello() as client:
+        client.send(Frame(Opcode.WRITE, FORM.dtype, segment=FORM.id, epoch=1, length=8, payload=8), bytes(8))
+        wait_for(lambda: run.engine.copies.replicas()[0].unconfirmed == 1, "a change that waits for the backup")
+        replication.take([pb.Replica(segment_id=FORM.id, epoch=1, role=NONE)])
+        assert client.receive()[0].status == Status.STALE_EPOCH
+    replication.take([pair(epoch=told)], from_other_records=True)
+    assert [(each.segment_id, each.epoch) for each in replication.broken()] == [(FORM.id, told + 1)]
+    replication.take([pb.Replica(segment_id=FORM.id, epoch=told + 2, role=PRIMARY)])
+    (status,) = run.engine.copies.replicas()
+    assert (status.role, status.epoch, replication.broken()) == (PRIMARY, told + 2, [])
+
+
 def test_a_role_that_no_record_has_is_served_as_long_as_the_backup_confirms_it(
     tmp_path: Path, leaving: ExitStack
 ) -> None:
