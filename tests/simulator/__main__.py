@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     seed = options.seed if options.seed is not None else secrets.randbits(31)
     with plants.planted(options.plant):
         if options.trace:
-            return _report(run(_plan(seed, options), print), shown=0)
+            return _report(run(_plan(seed, options), print), options.plant, shown=0)
         print(f"seed {seed}", flush=True)
         return _search(seed, options)
 
@@ -58,7 +58,7 @@ def _search(seed: int, options: argparse.Namespace) -> int:
         if outcome.finding is not None:
             spent_s = time.process_time() - used
             print(f"round {rounds}, after {spent_s:.1f} s of processor time: seed {outcome.plan.seed}", flush=True)
-            return _report(outcome if options.whole else shrink(outcome), shown=SHOWN)
+            return _report(outcome if options.whole else shrink(outcome), options.plant, shown=SHOWN)
     spent_s = max(time.process_time() - used, 1e-9)
     print(
         f"nothing found: {rounds} rounds, {events} events in {spent_s:.1f} s of processor time, "
@@ -67,7 +67,7 @@ def _search(seed: int, options: argparse.Namespace) -> int:
     return 0
 
 
-def _report(outcome: Outcome, shown: int) -> int:
+def _report(outcome: Outcome, plant: str | None, shown: int) -> int:
     if outcome.finding is None:
         print(f"nothing found: {outcome.events} events, {outcome.seconds:.1f} s simulated, sum {outcome.checksum:08x}")
         return 0
@@ -78,7 +78,7 @@ def _report(outcome: Outcome, shown: int) -> int:
     print(f"at {finding.at:.3f} s; {plan.servers} servers, {plan.clients} clients, {store}:")
     for step in plan.steps:
         print(f"    {step}")
-    print(command(plan))
+    print(command(plan, plant))
     return 1
 
 

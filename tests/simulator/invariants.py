@@ -6,6 +6,7 @@ wrong; empty if it holds. The first finding ends the run.
 
 from __future__ import annotations
 
+import traceback
 from collections import defaultdict
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -52,9 +53,15 @@ def at_rest(check: Callable[[World], str]) -> Callable[[World], str]:
 
 
 def check(world: World, kind: str, *what: Any) -> None:
-    """Check all that is to hold after such an event."""
+    """Check all that is to hold after such an event. An invariant that raises is a finding, too: in a memory server's
+    task nobody else would see it.
+    """
     for each in _AFTER[kind]:
-        if text := each(world, *what):
+        try:
+            text = each(world, *what)
+        except Exception:  # noqa: BLE001
+            text = traceback.format_exc()
+        if text:
             world.finds(each.__name__, text)
 
 

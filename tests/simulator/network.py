@@ -21,6 +21,7 @@ from tests.simulator.loop import WIRE, Loop, Process, this_process
 
 AGAIN_S = 0.25  # after which a message is sent again over a link that was cut
 SILENT_S = 2.0  # TCP_USER_TIMEOUT of memserver/replication.py
+REQUEST_LOST = 0.25  # of the calls whose connection breaks, the part that has no effect
 OUTSIDE = "outside"  # the host of whoever has no process
 
 # method, request, metadata, seconds that are left -> the reply; raises RefusedError.
@@ -76,9 +77,11 @@ class Network:
         """Whether nothing gets from there to there."""
         return (source, target) in self.cuts
 
-    def breaks_now(self, method: str) -> bool:
-        """Draw whether a connection breaks at this message of a call."""
-        return self.breaks > 0.0 and method.endswith(self.breaks_of) and self._rng.random() < self.breaks
+    def breaks_at(self, method: str) -> str:
+        """Draw whether the connection of a call breaks: "request", before the effect, "answer", after it, or ""."""
+        if self.breaks == 0.0 or not method.endswith(self.breaks_of) or self._rng.random() >= self.breaks:
+            return ""
+        return "request" if self._rng.random() < REQUEST_LOST else "answer"
 
     async def ask(self, address: str, method: str, request: Any, timeout: float | None, metadata: Any = None) -> Any:
         """Make a call; return its reply. Raises grpc.aio.AioRpcError."""
@@ -141,6 +144,7 @@ class _Exchange:
         self._caller, self._server = this_process(), None
         self._source, self._target = _host(), host_of(address)
         self._task: asyncio.Task[None] | None = None
+        self._breaks_at = ""
         self._outlives = False  # its caller is gone, and it is on its way
         self.answer = network.loop.create_future()
         self._deadline = None if timeout is None else self._loop.time() + timeout
@@ -159,7 +163,8 @@ class _Exchange:
             text = f"failed to connect to all addresses; last error: {self._address}: Connection refused"
             self._back(self._fail, grpc.StatusCode.UNAVAILABLE, text)
             return
-        if self._network.breaks_now(self._method):
+        self._breaks_at = self._network.breaks_at(self._method)
+        if self._breaks_at == "request":
             self._back(self._fail, grpc.StatusCode.UNAVAILABLE, "Socket closed")
             return
         self._server, serve = found
@@ -175,7 +180,7 @@ class _Exchange:
         except RefusedError as error:
             self._back(self._fail, error.code, error.details, error.trailers)
             return
-        if self._network.breaks_now(self._method):
+        if self._breaks_at == "answer":
             self._back(self._fail, grpc.StatusCode.UNAVAILABLE, "Socket closed")
             return
         self._back(self._succeed, reply)

@@ -47,11 +47,11 @@ def _smaller(plan: Plan) -> Iterator[Plan]:
         yield replace(plan, servers=plan.servers - 1)
 
 
-def command(plan: Plan) -> str:
-    """Return what runs it again, as a log."""
+def command(plan: Plan, plant: str | None = None) -> str:
+    """Return what runs it again, as a log, with the same planted fault."""
     drawn = Plan.of(plan.seed)
     kept = ",".join(str(at) for at, step in enumerate(drawn.steps) if step in plan.steps)
     return (
         f'make simulate SEED={plan.seed} ARGS="--trace --servers {plan.servers} --clients {plan.clients} '
-        f'--keep {kept or "none"}"'
+        f'--keep {kept or "none"}{f" --plant {plant}" if plant else ""}"'
     )

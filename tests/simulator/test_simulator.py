@@ -5,9 +5,16 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import replace
+from random import Random
+from typing import Any
 
-from tests.simulator import plants
+import pytest
+
+from tests.simulator import invariants, plants
+from tests.simulator.loop import Loop
+from tests.simulator.network import Network
 from tests.simulator.shrink import command, shrink
 from tests.simulator.world import Plan, run
 
@@ -40,7 +47,32 @@ def test_what_is_planted_is_found_and_made_smaller() -> None:
         assert small.finding is not None
         assert small.finding.invariant == found.finding.invariant
         assert len(small.plan.steps) <= len(found.plan.steps)
-        assert f"SEED={small.plan.seed} " in command(small.plan)
+        again = command(small.plan, "unknown-dropped")
+        assert f"SEED={small.plan.seed} " in again
+        assert '--plant unknown-dropped"' in again
         again = run(replace(small.plan))
         assert (again.finding, again.checksum) == (small.finding, small.checksum)
     assert run(small.plan).finding is None
+
+
+def test_most_calls_that_break_lose_their_answers() -> None:
+    """They did only if a second draw broke them, too: where all broke, no call had an effect."""
+    network = Network(Loop(), Random(1), lambda *_: None)
+    assert {network.breaks_at("/smb.v1.MemoryServer/TakeRoles") for _ in range(100)} == {""}
+    network.breaks, network.breaks_of = 1.0, "CreateSegment"
+    assert network.breaks_at("/smb.v1.MemoryServer/TakeRoles") == ""
+    drawn = Counter(network.breaks_at("/smb.v1.MemoryServer/CreateSegment") for _ in range(1000))
+    assert drawn.keys() == {"request", "answer"}
+    assert 600 < drawn["answer"] < 900
+
+
+def test_an_invariant_that_raises_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a task of a memory server it ended the task, and the run said that the cluster does not start."""
+
+    def breaks(*_: Any) -> str:
+        raise ZeroDivisionError
+
+    monkeypatch.setitem(invariants._AFTER, "commit", [breaks])
+    found = run(Plan.of(1)).finding
+    assert found is not None
+    assert (found.invariant, "ZeroDivisionError" in found.text) == ("breaks", True)
