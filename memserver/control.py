@@ -9,7 +9,6 @@ connection for data: its certificate alone gives it no access.
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
 import time
@@ -103,10 +102,15 @@ class ControlService(MemoryServerServicer):
                     f"create segment: id {request.id:016x} and epoch {request.epoch} must not be 0, and dtype "
                     f"{request.dtype!r} must be a known one"
                 )
+
+            def take() -> None:  # making the memory takes time
+                during = self._segments.terms.during(request.stamp.term, registered=False)
+                self._replication.take((request.replica,), during)
+
             self._segments.create(
                 SegmentForm(request.id, request.epoch, dtype.number, request.nbytes, request.chunk_bytes),
                 request.token_floor,
-                functools.partial(self._replication.take, (request.replica,)) if request.HasField("replica") else None,
+                take if request.HasField("replica") else None,
                 anew=request.replica.copying,
                 bundle_id=request.group_id,
                 term=request.stamp.term,
@@ -157,9 +161,11 @@ class ControlService(MemoryServerServicer):
 
         def take() -> pb.TakeRolesReply:
             self._check_run(request.instance_id)
-            with self._segments.terms.during(request.term):
-                self._segments.quarantine(request.quarantine_segment_ids)
-                for segment_id in request.taken_up_segment_ids:
+            for segment_id in request.quarantine_segment_ids:  # one by one: each writes a file
+                with self._segments.terms.during(request.term):
+                    self._segments.quarantine([segment_id])
+            for segment_id in request.taken_up_segment_ids:
+                with self._segments.terms.during(request.term):
                     self._segments.quarantined.take_up(segment_id)
             # A registration with another coordinator gives roles, too: none of this one's may come after those.
             taken = self._replication.take(request.replicas, self._segments.terms.during(request.term))

@@ -126,50 +126,57 @@ class Replication:
 
     def _take(self, parts: Iterable[pb.Replica], from_other_records: bool) -> Taken:
         taken = Taken()
-        led: dict[int, int] = {}
-        for part in parts:
-            if part.let_move:
-                if not self._engine.copies.let_move(part.segment_id):
-                    taken.bound.append(part.segment_id)
-                continue
-            if part.confirm:
-                if self._confirm(part) and part.switches:
-                    taken.switchable.append(part.segment_id)
-                continue
-            try:
-                self._engine.copies.set_replica(part.segment_id, part.epoch, part.role, part.peer, copying=part.copying)
-            except NotFoundError:  # the segment is not here, or not yet
-                continue
-            except InvalidArgumentError as error:
-                _log.error("segment %016x, epoch %d: %s", part.segment_id, part.epoch, error)
-                if part.role == PRIMARY:
-                    led[part.segment_id] = part.epoch
-                continue
-            if part.role == NONE:
-                _log.warning("segment %016x: another server is its primary now", part.segment_id)
-                with self._lock:
-                    self._parts.pop(part.segment_id, None)
-                continue
-            self._on_role(part.segment_id, part.epoch)
-            with self._lock:
-                before = self._parts.get(part.segment_id)
-                if before is None or before.epoch <= part.epoch:
-                    if before is not None and before.epoch < part.epoch:
-                        _log.info("segment %016x: role %d at epoch %d", part.segment_id, part.role, part.epoch)
-                    self._parts[part.segment_id] = part
-                    again = before is not None and (before.epoch, before.role) == (part.epoch, part.role)
-                    # A renewal tells all roles again: those that were taken are not looked at then.
-                    looks = part.role == PRIMARY and (not again or from_other_records)
-                    if self._not_led.pop(part.segment_id, 0) or looks:
-                        led[part.segment_id] = part.epoch
-        if led := {number: epoch for number, epoch in led.items() if not self._leads(number, epoch)}:
-            self._note_not_led(led)
+        led: dict[int, int] = {}  # epochs of roles as primary that may not have been taken, by segment
+        try:
+            for part in parts:
+                self._take_one(part, taken, led, from_other_records)
+        finally:
+            if led := {number: epoch for number, epoch in led.items() if not self._leads(number, epoch)}:
+                self._note_not_led(led)
         with self._lock:
             if self._parts:
                 self._start()
             copying = [part for part in self._parts.values() if part.copying and part.role == PRIMARY]
             self.copier.want({part.segment_id: part.epoch for part in copying})
         return taken
+
+    def _take_one(self, part: pb.Replica, taken: Taken, led: dict[int, int], from_other_records: bool) -> None:
+        if part.let_move:
+            if not self._engine.copies.let_move(part.segment_id):
+                taken.bound.append(part.segment_id)
+            return
+        if part.confirm:
+            if self._confirm(part) and part.switches:
+                taken.switchable.append(part.segment_id)
+            return
+        try:
+            self._engine.copies.set_replica(part.segment_id, part.epoch, part.role, part.peer, copying=part.copying)
+        except NotFoundError:  # the segment is not here, or not yet
+            return
+        except InvalidArgumentError as error:
+            _log.error("segment %016x, epoch %d: %s", part.segment_id, part.epoch, error)
+            if part.role == PRIMARY:
+                led[part.segment_id] = part.epoch
+            return
+        if part.role == NONE:
+            _log.warning("segment %016x: another server is its primary now", part.segment_id)
+            with self._lock:
+                self._parts.pop(part.segment_id, None)
+                self._not_led.pop(part.segment_id, None)
+            return
+        self._on_role(part.segment_id, part.epoch)
+        with self._lock:
+            before = self._parts.get(part.segment_id)
+            if before is not None and before.epoch > part.epoch:
+                return
+            if before is not None and before.epoch < part.epoch:
+                _log.info("segment %016x: role %d at epoch %d", part.segment_id, part.role, part.epoch)
+            self._parts[part.segment_id] = part
+            again = before is not None and (before.epoch, before.role) == (part.epoch, part.role)
+            was_led = not self._not_led.pop(part.segment_id, 0)
+            # A renewal tells all roles again: those that were taken are not looked at then.
+            if part.role == PRIMARY and not (again and was_led and not from_other_records):
+                led[part.segment_id] = part.epoch
 
     def note_records(self, parts: Iterable[pb.Replica], quarantined: Collection[int]) -> None:
         """Take note of the roles that come with a lease, and of the segments that are kept without a record. The lease

@@ -68,8 +68,13 @@ class CoordinatorTerms:
                 raise NotRegisteredError(f"this server is not registered with the coordinator of term {term:016x} now")
 
     @contextmanager
-    def during(self, term: int) -> Iterator[None]:
-        """Check as above; until the context ends this server registers with no other coordinator."""
+    def during(self, term: int, *, registered: bool = True) -> Iterator[None]:
+        """Check as above, or not `registered`: as check_not_left. Until the context ends this server registers with no
+        other coordinator.
+        """
         with self._lock:
-            self.check(term)
+            if registered:
+                self.check(term)
+            else:
+                self.check_not_left(term)
             yield

@@ -2,6 +2,7 @@
 
 #include <stdlib.h>
 #include <string.h>
+#include <sys/epoll.h>
 
 #include "base/assert.h"
 #include "base/clock.h"
@@ -76,6 +77,15 @@ int replica_create(struct smb_server *server, struct smb_segment *segment)
     sync_on_change(made->sync, forward_words, made);
     atomic_store_explicit(&served->replica, made, memory_order_release);
     return SMB_OK;
+}
+
+void replica_entered(struct replica *replica)
+{
+    struct segment_bundle *bundle = replica->bundle;
+    pthread_mutex_lock(&bundle->lock);
+    if (bundle->fed_by == replica->id && feed_is_dialled(&bundle->feed))
+        bundle_watch_feed(bundle, replica->id, EPOLL_CTL_MOD);
+    bundle_unlock(bundle);
 }
 
 void replica_close(struct replica *replica)

@@ -36,6 +36,9 @@ enum { REPLICA_QUEUED_BYTES_MAX = 16 << 20 };
  * has no role yet. */
 int replica_create(struct smb_server *server, struct smb_segment *segment);
 void replica_destroy(struct replica *replica);
+/* Called once the segment can be found by its id. The forwarder looks for a connection by a member,
+ * which may be this one if the others left meanwhile: what arrived is reported again. */
+void replica_entered(struct replica *replica);
 /* Called when the segment is deleted, or the daemon stops. If it is its bundle's last member,
  * waiting requests are answered. */
 void replica_close(struct replica *replica);

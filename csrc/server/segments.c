@@ -32,6 +32,8 @@ static int publish(struct smb_server *server, struct smb_segment *segment, const
         free(entry);
         return SMB_EXISTS;
     }
+    if (replica_at(segment))
+        replica_entered(replica_at(segment));
     return SMB_OK;
 }
 

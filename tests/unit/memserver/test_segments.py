@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import grpc
@@ -309,39 +310,50 @@ def test_a_role_that_no_record_has_is_served_as_long_as_the_backup_confirms_it(
 
 
 def test_no_role_of_a_former_coordinator_is_taken_after_a_registration(tmp_path: Path, leaving: ExitStack) -> None:
-    """A registration that came between the check of the term and the role was overruled by the former coordinator."""
+    """A registration that came between the check of the term and the role was overruled by the former coordinator. Now
+    it waits for the lock that is held over both.
+    """
     run = Run(tmp_path, leaving)
     run.segments.registered(5)
-    begun, goes_on, seen = threading.Event(), threading.Event(), []
+    seen = []
 
     def take_one(*_: object, **__: object) -> None:
-        begun.set()
-        assert goes_on.wait(20)
-        seen.append("role")
+        with ThreadPoolExecutor(1) as threads:
+            seen.append("free" if threads.submit(run.segments._lock.acquire, blocking=False).result(20) else "held")
 
     engine = Mock(wraps=run.engine)
     engine.copies.set_replica = take_one
     service = ControlService(run.segments, Mock(), Replication(engine), Mock())
-    request = pb.TakeRolesRequest(replicas=[pb.Replica(segment_id=FORM.id, epoch=1, role=NONE)], term=5)
-
-    def register() -> None:
-        run.segments.registered(6)
-        seen.append("registered")
-
-    with ThreadPoolExecutor(2) as threads:
-        taking = threads.submit(service.TakeRoles, request, Mock())
-        assert begun.wait(20)
-        registering = threads.submit(register)
-        assert not wait([registering], 0.2).done
-        goes_on.set()
-        taking.result(20)
-        registering.result(20)
-    assert seen == ["role", "registered"]
+    role = pb.Replica(segment_id=FORM.id, epoch=1, role=NONE)
+    creation = pb.CreateSegmentRequest(
+        id=FORM.id,
+        epoch=1,
+        dtype="float32",
+        nbytes=FORM.nbytes,
+        chunk_bytes=FORM.chunk_bytes,
+        replica=role,
+        stamp=pb.StoreStamp(cluster=1, term=5, sequence=9),
+    )
+    service.TakeRoles(pb.TakeRolesRequest(replicas=[role], term=5), Mock())
+    service.CreateSegment(creation, Mock())
+    assert seen == ["held", "held"]
+    run.segments.drop(FORM.id)
     context = Mock(abort=Mock(side_effect=RuntimeError))
-    with pytest.raises(RuntimeError):
-        service.TakeRoles(request, context)
-    assert context.abort.call_args[0][0] is grpc.StatusCode.ABORTED
-    assert seen == ["role", "registered"]
+    make = run.segments._make
+
+    def make_late(*arguments: Any) -> None:
+        make(*arguments)
+        run.segments.registered(6)
+
+    run.segments.registered(7)
+    run.segments.registered(5)
+    run.segments._make = make_late  # type: ignore[method-assign]
+    for call in (partial(service.CreateSegment, creation), partial(service.TakeRoles, pb.TakeRolesRequest(term=5))):
+        with pytest.raises(RuntimeError):
+            call(context)
+        assert context.abort.call_args[0][0] is grpc.StatusCode.ABORTED
+    assert (run.segments.ids(), files(tmp_path)) == ([], [])
+    assert seen == ["held", "held"]
 
 
 def test_a_term_that_has_come_back_may_drop_again(tmp_path: Path, leaving: ExitStack) -> None:
