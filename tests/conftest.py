@@ -19,7 +19,7 @@ from smb.config.parse import OWNER_VARIABLE
 from smb.rpc.coordinator_client import Coordinator
 from smb.security.credentials import VARIABLES as CREDENTIALS_VARIABLES
 from smb.security.credentials import find as find_credentials
-from tests.support import stem
+from tests.support import forks, stem
 from tests.support.daemons import keep_port
 from tests.support.transports import EACH_WAY, SLOWNESS
 
@@ -71,6 +71,10 @@ _shared: dict[str, Coordinator] = {}
 
 @pytest.fixture(autouse=True)
 def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    _without_the_callers(monkeypatch)
+
+
+def _without_the_callers(monkeypatch: pytest.MonkeyPatch) -> None:
     """The caller's own cluster and transport have no say in tests."""
     for variable in ("SMB_COORDINATOR", "SMB_TRANSPORT", "SMB_CONFIG", *CREDENTIALS_VARIABLES):
         monkeypatch.delenv(variable, raising=False)
@@ -78,9 +82,25 @@ def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _programs_of_all_workers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """What one of pytest's processes has started as a program the others start as forks."""
+    """What one of pytest's processes has started as a program the others start as forks. PyTorch's forks are those of
+    one server for all.
+    """
     if hasattr(request.config, "workerinput"):
         stem.share(tmp_path_factory.getbasetemp().parent / "programs")
+        forks.use(request.config.workerinput["forks"])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """One of pytest's processes is about to be started."""
+    node.workerinput["forks"] = _served()
+
+
+@functools.cache
+def _served() -> dict[str, Any]:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        _without_the_callers(monkeypatch)
+        return forks.serve()
 
 
 @pytest.fixture

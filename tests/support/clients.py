@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import multiprocessing
-import os
 import queue
 import socket
 import threading
@@ -19,6 +17,7 @@ from typing import Any
 import numpy as np
 
 import smb
+from tests.support.forks import Forks
 from tests.support.raw import Frame, Opcode, RawClient
 from tests.support.transports import FAR, SLOWNESS
 
@@ -27,21 +26,13 @@ DEADLINE_S = 60.0 * SLOWNESS
 TIMEOUT_S = 30.0 * SLOWNESS  # of one call
 TURN = 1 << 32  # what is accumulated to a counter beside its tickets: the low half stays theirs
 # Forks of a process that has imported us: that takes half a second, and 10 s in a virtual machine.
-_context = multiprocessing.get_context("forkserver")
-multiprocessing.set_forkserver_preload(["tests.support.clients"])
+_context = Forks()
+_context.set_forkserver_preload(["tests.support.clients"])
 
 
 def _process(target: Callable[..., object], *given: Any, daemon: bool = True, **options: Any) -> Any:
-    """A process that is not started; with this one's environment, which the forks' parent has as of its start."""
-    return _context.Process(target=_as_here, args=(dict(os.environ), target, given, options), daemon=daemon)
-
-
-def _as_here(
-    environment: dict[str, str], target: Callable[..., object], given: Sequence[Any], options: dict[str, Any]
-) -> None:
-    os.environ.clear()
-    os.environ.update(environment)
-    target(*given, **options)
+    """A process that is not started."""
+    return _context.Process(target=target, args=given, kwargs=options, daemon=daemon)
 
 
 def pattern(offset: int, count: int, dtype: str) -> np.ndarray[Any, Any]:

@@ -10,16 +10,8 @@ import pytest
 import smb
 from tests.conftest import Connect
 from tests.fault.long import LONG
-from tests.support.forks import forks_of
+from tests.support.forks import preload
 from tests.support.transports import EACH_WAY, way_of
-
-# What forks import, each by itself if it is not there: PyTorch with what its optimizers and ranks need, and what test
-# files and the functions in them begin with.
-PRELOADED = (
-    "torch.distributed.fsdp", "torch._dynamo", "torch.profiler", "torch.distributed.tensor.parallel",
-    "torch.distributed.checkpoint", "smb.torch.meshes.mesh", "pytest", "hypothesis", "tests.support.clients",
-    "tests.support.meshes", "tests.support.settled",
-)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +24,7 @@ def cluster() -> Iterator[smb.LocalCluster]:
 @pytest.fixture(scope="module", autouse=True)
 def context() -> Any:
     """Processes that find PyTorch there: ranks of meshes, and what tests.support.clients starts."""
-    return forks_of(PRELOADED)
+    return preload()
 
 
 @pytest.fixture(params=EACH_WAY if LONG else None)
