@@ -76,9 +76,9 @@ collected: $(VENV)/test-installed
 	@$(call step,$(BIN)/python -m pytest --collect-only $(NIGHTLY:%=--ignore=%) >build/collected.log 2>&1 || { tail -n 60 build/collected.log; false; }, \
 		reading the tests. Again: $(BIN)/pytest --collect-only)
 
-# Two for each processor and one more, since most tests wait for daemons, and at most eight. tests/conftest.py has the order of the
+# Three for each processor, since most tests wait for daemons, and at most eight. tests/conftest.py has the order of the
 # files, and which go to one process as a whole.
-WORKERS ?= $(shell n=$$(nproc); echo $$((n < 4 ? 2 * n + 1 : 8)))
+WORKERS ?= $(shell n=$$(nproc); echo $$((n < 3 ? 3 * n : 8)))
 pytest: $(VENV)/test-installed packages
 	@$(call step,$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadscope --no-loadscope-reorder --durations 12 \
 		$(or $(TESTS),$(NIGHTLY:%=--ignore=%)), \
