@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 import socket
 import ssl
@@ -50,6 +51,7 @@ _CLASSES: dict[grpc.StatusCode, type[errors.Error]] = {
     grpc.StatusCode.INVALID_ARGUMENT: errors.InvalidArgumentError,
     grpc.StatusCode.FAILED_PRECONDITION: SessionEndedError,
 }
+_APPEARED = re.compile(r'(?<=" )appeared within \S+ s(?=;)')
 _OUTCOMES: dict[str, errors.CallOutcome] = {errors.UNKNOWN: errors.UNKNOWN, errors.APPLIED: errors.APPLIED}
 _CHANGES = (pb.CreateBufferRequest, pb.DeleteBufferRequest, pb.RenameBufferRequest)
 
@@ -209,10 +211,11 @@ class Coordinator:
                 return self._opened("OpenBuffer", request, now_s + timeout)
             except errors.NotFoundError as error:
                 cancellation.check()
-                if turn_s is None and left == wait:
-                    raise
-                if turn_s is None:  # the last of several turns names its own time
-                    raise errors.NotFoundError(str(error).replace(f"within {left:g} s", f"within {wait:g} s")) from None
+                if turn_s is None:  # it names what was left when it was asked last
+                    text = _APPEARED.sub(f"appeared within {wait:g} s", str(error))
+                    if text == str(error):
+                        raise
+                    raise errors.NotFoundError(text) from None
                 left -= turn_s
 
     def place(self, kind: pb.Kind, name: str, timeout: float, replicas: int = 1) -> pb.Buffer:

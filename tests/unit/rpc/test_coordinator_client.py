@@ -9,7 +9,8 @@ from typing import Any
 import grpc
 import pytest
 
-from smb.errors import UnavailableError
+from smb.config import cancellation
+from smb.errors import NotFoundError, UnavailableError
 from smb.rpc import control_pb2 as pb
 from smb.rpc.control_pb2_grpc import CoordinatorServicer, add_CoordinatorServicer_to_server
 from smb.rpc.coordinator_client import Coordinator
@@ -32,6 +33,23 @@ def test_a_create_that_is_made_again_finds_its_own(monkeypatch: pytest.MonkeyPat
     first, second, opens = (request.attempt_id for request in asked)
     assert first and second and first != second  # noqa: PT018 - one statement of all three
     assert opens == 0
+
+
+@pytest.mark.parametrize("turn_s", [None, 0.2])
+def test_what_did_not_appear_is_told_with_the_callers_time(
+    monkeypatch: pytest.MonkeyPatch, turn_s: float | None
+) -> None:
+    """The coordinator names the time that was left when it was asked, a millisecond less on a busy machine."""
+
+    def call(_method: str, request: Any, _timeout: float) -> pb.Buffer:
+        raise NotFoundError(f'no buffer "w" appeared within {(request.timeout_ms - 1) / 1000:g} s; `smb ls` lists them')
+
+    coordinator = Coordinator("127.0.0.1:1")
+    monkeypatch.setattr(coordinator, "_call", call)
+    monkeypatch.setattr(cancellation, "turn_s", lambda left: turn_s if turn_s and left > turn_s else None)
+    with pytest.raises(NotFoundError, match=r'^no buffer "w" appeared within 0.7 s; `smb ls` lists them$'):
+        coordinator.open_buffer("w", 0.7, 1.0)
+    coordinator.close()
 
 
 class _Busy(CoordinatorServicer):
