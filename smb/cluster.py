@@ -1,8 +1,8 @@
 """The room of clusters on one machine: real daemons as child processes, for tests, demos and first steps.
 
 It starts the daemons' command lines and imports nothing of a daemon or a client. `smb.LocalCluster` imports it.
-`smb up --hosts` and smb.ray start the daemons of other hosts with its `Daemon`. smb/daemon/held_directory.py removes
-what killed clusters left.
+`smb up --hosts` and smb.ray start the daemons of other hosts with its `Daemon`, and they and `smb up` start a daemon
+again by its `Supervisor`. smb/daemon/held_directory.py removes what killed clusters left.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ import subprocess
 import tempfile
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import IO, NoReturn
 
 from smb.config import settings
 from smb.config.at_exit import AtExit, at_exit
+from smb.config.backoff import Backoff
 from smb.config.host_address import reachable
 from smb.config.parse import OWNER_VARIABLE, format_address, parse_address, parse_bytes
 from smb.config.pickling import refuse_pickle
@@ -38,6 +39,8 @@ from smb.security.credentials import VARIABLES as CREDENTIALS_VARIABLES
 _START_S = 30.0  # the start of a Python process that imports gRPC, on a loaded machine
 _STOP_S = 10.0
 _POLL_S = 0.01
+# Between two starts of a daemon that keeps ending. Longer pauses would keep it away after it can start again.
+_RESTART_FIRST_S, _RESTART_MAX_S = 0.5, 2.0
 _MEMORY_ROOT = Path("/dev/shm")  # noqa: S108 - the system's place for shared memory
 _PREFIX = "smb-cluster"
 _KEPT = "smb-kept"  # prefix of memory directories that outlive their cluster; sweep() does not remove these
@@ -162,6 +165,32 @@ class Daemon:
     def _last_words(self) -> str:
         lines = self.log.read_text(errors="replace").strip().splitlines()
         return " | ".join(lines[-5:]) or "it wrote no log"
+
+
+class Supervisor:
+    """Starts a daemon again when it has ended, however often. For one thread."""
+
+    def __init__(
+        self, daemon: Daemon, say: Callable[[str], object], now_s: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`say` gets a sentence about each end and each start."""
+        self._daemon, self._say, self._now_s = daemon, say, now_s
+        self._backoff = Backoff(_RESTART_FIRST_S, _RESTART_MAX_S)
+        self._due_s = now_s()  # the earliest time of the next start
+
+    def look(self) -> None:
+        """Start the daemon if it has ended and its pause is over. Blocks until it serves or its start has failed, which
+        a later call tries again.
+        """
+        if self._daemon.running or self._now_s() < self._due_s:
+            return
+        self._due_s = self._now_s() + self._backoff.next_s()
+        self._say(f"{self._daemon.name} (pid {self._daemon.pid}) has ended; restarting it with its data")
+        try:
+            self._daemon.start()
+            self._say(f"{self._daemon.name} is back, pid {self._daemon.pid}")
+        except (Error, OSError) as error:  # OSError: the daemon's directory is gone, or no process can be started
+            self._say(f"{error}; the start will be tried again")
 
 
 class LocalCluster:

@@ -11,7 +11,7 @@ is. This module needs the extra `ray`.
 
 from __future__ import annotations
 
-import contextlib
+import logging
 import os
 import shutil
 import subprocess
@@ -23,7 +23,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from smb.cluster import Daemon
+from smb.cluster import Daemon, Supervisor
 from smb.config.parse import format_address, parse_bytes
 from smb.errors import Error, InvalidArgumentError, UnavailableError
 
@@ -40,6 +40,7 @@ _LOOK_S = 0.5
 # A shell process that deletes the directories when the pipe is closed, which happens when the actor's process ends in
 # any way. It is not the actor's child, because Ray ends children together with the actor.
 _JANITOR = 'exec 3<&0; (read -r _ <&3; sleep 1; rm -rf "$@") >/dev/null 2>&1 &'
+_log = logging.getLogger("smb")
 
 
 class _Supervised:
@@ -82,10 +83,9 @@ class _Supervised:
             shutil.rmtree(directory, ignore_errors=True)
 
     def _watch(self) -> None:
+        supervisor = Supervisor(self._daemon, _log.warning)
         while not self._ending.wait(_LOOK_S):
-            if not self._daemon.running:
-                with contextlib.suppress(Error):  # the next look tries again; the daemon's log says why
-                    self._daemon.start()
+            supervisor.look()
 
 
 class RayCluster:

@@ -12,7 +12,6 @@ import typer
 
 from smb.config.settings import DEFAULT_COORDINATOR
 from smb.daemon.launch import THIS_PYTHON
-from smb.errors import Error
 from smb.tools.cli.options import Hosts, Python, SshWords, option, parse_size, ssh_of, usage_errors
 from smb.tools.cli.output import console, print_error
 from smb.tools.cli.signals import interrupted_once
@@ -24,9 +23,6 @@ if TYPE_CHECKING:
     from smb.tools.hosts import Ssh
 
 _LOOK_INTERVAL_SECONDS = 0.5
-# Between two starts of a daemon that keeps ending. No Backoff: the daemons are this process's own, and longer pauses
-# would keep one away for longer.
-_RESTART_INTERVAL_SECONDS = 2.0
 _PAGE = "127.0.0.1:9470"  # the default of `smb coordinator`
 
 
@@ -204,17 +200,10 @@ def _greet(out: Console, cluster: LocalCluster, capacity_bytes: int, credentials
 
 def _watch(cluster: LocalCluster) -> None:
     """Restart daemons that end, however often; the others go on. Never returns: a signal ends it."""
-    daemons = [cluster.coordinator, *cluster.servers]
-    due = dict.fromkeys(daemons, time.monotonic())  # earliest time of its next start
+    from smb.cluster import Supervisor
+
+    supervisors = [Supervisor(daemon, print_error) for daemon in (cluster.coordinator, *cluster.servers)]
     while True:
-        for daemon in daemons:
-            if daemon.running or time.monotonic() < due[daemon]:
-                continue
-            print_error(f"{daemon.name} (pid {daemon.pid}) has ended; restarting it with its data")
-            due[daemon] = time.monotonic() + _RESTART_INTERVAL_SECONDS
-            try:
-                daemon.start()
-                print_error(f"{daemon.name} is back, pid {daemon.pid}")
-            except (Error, OSError) as error:  # OSError: the daemon's directory is gone
-                print_error(f"{error}; the others keep running, and the start will be tried again")
+        for supervisor in supervisors:
+            supervisor.look()
         time.sleep(_LOOK_INTERVAL_SECONDS)

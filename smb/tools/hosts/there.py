@@ -22,7 +22,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from smb.cluster import Daemon
+from smb.cluster import Daemon, Supervisor
 from smb.daemon.held_directory import HeldDirectory, sweep
 from smb.daemon.launch import THIS_PYTHON
 from smb.errors import Error
@@ -33,7 +33,6 @@ HEARTBEAT_S = 3.0
 _MEMORY_ROOT = Path("/dev/shm")  # noqa: S108 - the system's place for shared memory
 _PREFIX = "smb-cluster"  # as LocalCluster's directories, so each sweeps what the other one left
 _LOOK_S = 0.5
-_RESTART_S = 2.0  # no Backoff: the daemon is this process's own, and longer pauses would keep it away for longer
 _END_S = 10.0  # between SIGTERM and SIGKILL for programs
 _SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 
@@ -91,14 +90,9 @@ def run_daemon(spec: dict[str, Any], held: HeldDirectory) -> NoReturn:
     try:
         daemon.start()
         _say(event="ready", address=daemon.address, metrics=daemon.metrics)
+        supervisor = Supervisor(daemon, _print)
         while True:
-            if not daemon.running:
-                _print(f"{daemon.name} has ended; restarting it with its data")
-                try:
-                    daemon.start()
-                except (Error, OSError) as error:
-                    _print(f"{error}; the start will be tried again")
-                    time.sleep(_RESTART_S)
+            supervisor.look()
             time.sleep(_LOOK_S)
     finally:
         daemon.release()
