@@ -29,6 +29,7 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from prometheus_client import CollectorRegistry, disable_created_metrics, make_wsgi_app
 
+from smb.config.backoff import Backoff
 from smb.config.host_address import bindable
 from smb.config.parse import OWNER_VARIABLE, format_address, parse_address
 from smb.config.untrusted import parse_json, read_text
@@ -42,7 +43,7 @@ PAGE_CLIENT_TIMEOUT_S = 10.0  # a scraper that stops in the middle of a request 
 PAGE_REQUESTS_MAX = 32  # at once, from scrapers, browsers and unknown clients; each takes a thread
 HEALTH_REQUESTS_MAX = 32  # more, for the health pages
 _PR_SET_DUMPABLE = 4
-_PAGE_PAUSE_S = 0.1  # after no descriptor was available for a connection
+_PAGE_PAUSE_FIRST_S, _PAGE_PAUSE_MAX_S = 0.02, 0.2  # after no descriptor was available for a connection
 
 # A connection to a gRPC port that has not shown a good certificate by then is closed, as at the data port
 # (HELLO_DEADLINE_MS). gRPC's own default is two minutes, in which one stranger would take all descriptors.
@@ -338,17 +339,20 @@ class _PageServer(socketserver.ThreadingMixIn, WSGIServer):
         self.address_family = family
         self._lock = threading.Lock()
         self._begun: dict[socket.socket, float] = {}  # requests in progress, the oldest first
+        self._backoff = Backoff(_PAGE_PAUSE_FIRST_S, _PAGE_PAUSE_MAX_S)
         super().__init__((host, port), _PageRequest)
         self.socket.setblocking(False)  # a peer may go away before it is accepted
 
     def get_request(self) -> Any:
         """Accept a connection. Without a free descriptor it waits a moment, because the socket stays readable."""
         try:
-            return super().get_request()
+            accepted = super().get_request()
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE):
-                time.sleep(_PAGE_PAUSE_S)
+                time.sleep(self._backoff.next_s())
             raise
+        self._backoff = Backoff(_PAGE_PAUSE_FIRST_S, _PAGE_PAUSE_MAX_S)
+        return accepted
 
     def arrived(self, request: socket.socket, peer: tuple[str, int], begins: bytes) -> None:
         """Answer a request that has arrived, in a thread of its own. If PAGE_REQUESTS_MAX are in progress, the new one

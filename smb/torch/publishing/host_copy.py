@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from smb.config.backoff import Backoff
 from smb.config.boot import boot_id
 from smb.errors import DeadlineError, Error, UnavailableError
 from smb.published import ABOUT, LOG, has_deltas
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 # How long the thread waits at a time, during which it is not stopped, or keeps the memory from a caller of `held`.
 _TURN_S = 1.0
+_AGAIN_FIRST_S, _AGAIN_MAX_S = 0.1, 1.0  # pauses after a generation could not be read
 _log = logging.getLogger("smb")
 
 
@@ -131,6 +133,7 @@ class HostCopy:
         self._held = self._follower.generation
 
     def _follow(self, published: Buffer) -> None:
+        backoff = Backoff(_AGAIN_FIRST_S, _AGAIN_MAX_S)
         while not self._closed.is_set():
             try:
                 published.wait(self._held + 1, timeout=_TURN_S)
@@ -138,11 +141,12 @@ class HostCopy:
                     if not self._closed.is_set():
                         self._follower.wait(generation=self._held + 1, timeout=_TURN_S)  # a mirror may be behind
                         self._read(None)
+                        backoff = Backoff(_AGAIN_FIRST_S, _AGAIN_MAX_S)
             except DeadlineError:
                 continue
             except Error as error:  # `held` reads again, and its caller gets the error
                 _log.debug("%s", error)
-                self._closed.wait(_TURN_S)
+                self._closed.wait(backoff.next_s())
 
     def close(self) -> None:
         """Stop following. The memory goes when no process maps it any more."""

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
 import socket
 import sys
 import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry, Gauge
@@ -85,6 +89,32 @@ def test_pages_end_beside_a_forked_process() -> None:
         os.close(leave)
         os.waitpid(child, 0)
         os.close(stay)
+
+
+def test_pages_wait_longer_while_no_descriptor_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each time up to 0.2 s, so that the processor is free for whoever may close some. After an accepted connection the
+    pauses are short again.
+    """
+    slept, full = list[float](), list[int]()
+    accept = process.WSGIServer.get_request
+
+    def get_request(server: Any) -> Any:
+        if full:
+            raise OSError(full.pop(), "too many open files")
+        return accept(server)
+
+    monkeypatch.setattr(process.WSGIServer, "get_request", get_request)
+    monkeypatch.setattr(process, "time", SimpleNamespace(sleep=slept.append, monotonic=time.monotonic))
+    with closing(Pages("127.0.0.1:0", CollectorRegistry(), lambda: {"ok": True})) as pages:
+        for errors_first in (8, 1):
+            slept.clear()
+            full[:] = [errno.EMFILE, errno.ENFILE] * errors_first
+            assert _answered(pages.address)
+            assert len(slept) == 2 * errors_first
+            assert 0.01 <= slept[0] <= 0.02
+            assert max(slept) <= 0.2
+            if errors_first > 1:
+                assert min(slept[-4:]) >= 0.1
 
 
 def test_an_address_is_checked_before_it_is_used() -> None:
