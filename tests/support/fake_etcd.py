@@ -28,6 +28,8 @@ class FakeEtcd:
     leases: int = 0
     faults: list[str] = field(default_factory=list)
     late: list[pb.TxnRequest] = field(default_factory=list)
+    refusals: int = 0  # how many of the next renewals are refused
+    renewals: int = 0
 
     async def grant(self, lease_s: int, timeout_s: float) -> pb.LeaseGrantResponse:
         self.leases += 1
@@ -37,6 +39,10 @@ class FakeEtcd:
         self.entries = {key: entry for key, entry in self.entries.items() if entry.lease != lease_id}
 
     async def keep_alive(self, lease_id: int, timeout_s: float) -> int:
+        self.renewals += 1
+        if self.refusals:
+            self.refusals -= 1
+            raise RefusedError("permission denied", full=False, repeated=False)
         return LEASE_S if any(entry.lease == lease_id for entry in self.entries.values()) else 0
 
     async def range(self, request: pb.RangeRequest, timeout_s: float) -> pb.RangeResponse:

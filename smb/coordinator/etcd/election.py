@@ -17,6 +17,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from smb.config.backoff import Backoff
 from smb.config.untrusted import parse_json
 from smb.coordinator.etcd import etcd_pb2 as pb
 from smb.coordinator.etcd.connection import Etcd, EtcdLocation, RefusedError, SilentError
@@ -25,6 +26,7 @@ from smb.coordinator.store import DeposedError, StoreError, StoreFullError
 
 _KEEPS_PER_LEASE = 4
 _ASK_S = 5.0
+_AGAIN_FIRST_S, _AGAIN_MAX_S = 0.1, 1.0  # pauses after a renewal that failed at once
 _HEAD_FORMAT = "1"
 _LEADER_PARTS_MAX = 16  # brackets and commas in the value of the leader's key
 
@@ -110,7 +112,7 @@ class Lead:
         asked_at: float,
         outside: Outside,
     ) -> None:
-        self._now = outside.boot_s
+        self._now, self._draw = outside.boot_s, outside.draw
         self._etcd = etcd
         self._location = location
         self._lease_id = lease_id
@@ -142,6 +144,7 @@ class Lead:
             self.lose("its lease is not renewed any more")
 
     async def _keep(self) -> None:
+        backoff = self._pauses()
         while not self._reason:
             await asyncio.sleep(max(0.0, self._kept_at + self._lease_s / _KEEPS_PER_LEASE - self._now()))
             asked_at = self._now()
@@ -151,6 +154,7 @@ class Lead:
                 if lease_s > 0:
                     self._kept_at, self._lease_s = asked_at, float(lease_s)
                     await self.check()
+                    backoff = self._pauses()
                 else:
                     self.lose("its lease ran out")
             except (SilentError, RefusedError, DeposedError) as error:
@@ -158,6 +162,10 @@ class Lead:
                     self.lose(f"its lease could not be kept: {error}")
                 else:
                     _log.warning("%s", error)
+                    await asyncio.sleep(backoff.next_s())
+
+    def _pauses(self) -> Backoff:
+        return Backoff(_AGAIN_FIRST_S, _AGAIN_MAX_S, lambda: self._kept_at + self._lease_s - self._now(), self._draw)
 
     async def check(self) -> None:
         """Raise DeposedError unless the leader's key is ours, and SilentError or RefusedError if that is unknown."""

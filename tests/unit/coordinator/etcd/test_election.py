@@ -71,6 +71,28 @@ def test_who_was_deposed_changes_nothing() -> None:
     run(test)
 
 
+def test_a_refused_renewal_is_tried_again_with_pauses() -> None:
+    """A refusal comes at once, and a leader that asked again at once kept a processor and its log busy up to the end of
+    its lease. It leads on if etcd accepts it meanwhile, and lets go at that end if not.
+    """
+
+    async def test(fake: FakeEtcd, etcd: Etcd) -> None:
+        for refusals, tries in ((2, 3), (100_000, 12)):
+            lead = await campaign(etcd, PLACE, "a:1", 1)
+            assert lead is not None
+            fake.refusals, fake.renewals = refusals, 0
+            keeping = asyncio.create_task(lead.keep())
+            done, _ = await asyncio.wait([lead.lost, keeping], timeout=2, return_when=asyncio.FIRST_COMPLETED)
+            assert fake.renewals <= tries
+            assert bool(done) == (refusals > tries)
+            assert lead.holds == (refusals < tries)
+            keeping.cancel()
+            await asyncio.gather(keeping, return_exceptions=True)
+            await fake.revoke(fake.leases, 1)
+
+    run(test)
+
+
 def test_a_late_attempt_changes_nothing() -> None:
     """A transaction whose answer is missing is sent again; when the first one arrives after all, even behind later
     changes and a deletion, nothing comes back. What was carried out twice counts once.
