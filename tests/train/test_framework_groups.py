@@ -17,6 +17,8 @@ from torch import nn
 import smb
 import smb.torch
 import smb.train
+from smb.config.parse import OWNER_VARIABLE
+from smb.daemon.process import end_with_owner
 from tests.support.meshes import NOWHERE
 
 RANKS, STEPS = 2, 4
@@ -118,9 +120,12 @@ LONG = pytest.mark.skipif(not os.environ.get("SMB_LONG"), reason="it takes long 
 
 
 def _run_ranks(framework: str, kind: str, address: str, directory: str, outboxes: list[Any]) -> None:
-    """Two processes, of which one is the other's fork: importing a framework takes seconds."""
+    """Two processes, of which one is the other's fork: importing a framework takes seconds. The fork ends with it."""
     importlib.import_module(framework)
+    os.environ[OWNER_VARIABLE] = str(os.getpid())
     rank = 0 if os.fork() else 1
+    if rank:
+        end_with_owner()
     _run_rank(framework, kind, address, directory, rank, outboxes[rank])
 
 
@@ -163,8 +168,12 @@ def test_two_processes_are_one_member(
         target=_run_ranks, args=(framework, kind, cluster.address, str(tmp_path), outboxes), daemon=True
     )
     process.start()
-    told = [outbox.get(timeout=TOLD_S) for outbox in outboxes]
-    process.join(30)
+    try:
+        told = [outbox.get(timeout=TOLD_S) for outbox in outboxes]
+        process.join(30)
+    finally:
+        process.kill()
+        process.join(30)
     model, client = _network(), connect()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for images in _rows().view(STEPS, RANKS * 4, 6):
