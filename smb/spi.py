@@ -114,7 +114,7 @@ def smallest_buffer_bytes() -> int:
 def look_up(client: ClientInside, names: Sequence[str], folder: str) -> list[BufferInfo] | None:
     """Return those of these buffers that exist, and one buffer in the folder if there is one.
 
-    For files, which look for a name that their listing lacks. None if the coordinator is of an older version, which
+    For files, which look for a name that their listing lacks. None if the coordinator is of an older release, which
     only lists everything.
     """
     session = session_of(client)

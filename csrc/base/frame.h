@@ -199,8 +199,8 @@ void smb_frame_encode(const struct smb_frame *frame, uint8_t bytes[SMB_FRAME_BYT
 
 /* The only parser of frames. SMB_OK: every field is in its range, and `payload` is the size that
  * opcode, flags, status and length demand. Bounds, dtype and epoch depend on the segment, and the
- * gate checks them. SMB_VERSION: a frame of another version. SMB_PROTOCOL: not a frame. *frame may
- * be used only after SMB_OK. */
+ * gate checks them. SMB_VERSION: a frame of another protocol version. SMB_PROTOCOL: not a frame.
+ * *frame may be used only after SMB_OK. */
 int smb_frame_parse(const uint8_t bytes[SMB_FRAME_BYTES], struct smb_frame *frame);
 
 /* The reply to a request: the same identifying fields, without a range. */

@@ -18,7 +18,7 @@ void handshake_speak_for_lane(struct connection *connection);
 /* Tells the peer the reason, then closes the connection. */
 enum step handshake_refuse(struct connection *connection, const struct smb_frame *frame,
                            int status);
-/* Frames of another version cannot be parsed, so the reply repeats no field of them. */
+/* Frames of another protocol version cannot be parsed, so the reply repeats no field of them. */
 enum step handshake_refuse_version(struct connection *connection);
 
 #endif

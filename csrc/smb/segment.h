@@ -77,7 +77,7 @@ enum smb_copy {
     SMB_COPY_BEGUN = 0, /* the data is being copied from another copy, or was meant to be */
     SMB_COPY_WHOLE = 1,
     SMB_COPY_UNKNOWN =
-        2 /* the file is of an earlier version, or its daemon was killed right after creating it */
+        2 /* the file has an earlier format, or its daemon was killed right after creating it */
 };
 /* What a server found unfinished from its earlier run. */
 struct smb_recovery {

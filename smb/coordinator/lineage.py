@@ -64,7 +64,7 @@ class Lineage:
 
     @staticmethod
     def of(text: str, sequence: str) -> Lineage:
-        """Read stored texts; empty ones are from a version without a history. Raises KeyError, TypeError,
+        """Read stored texts; empty ones are from a release without a history. Raises KeyError, TypeError,
         ValueError."""
         if not text:
             return Lineage()

@@ -58,7 +58,7 @@ class RunLiveness(Enum):
     ALIVE = "alive"
     DEAD = "dead"  # another run answers at the address, or the port is closed
     MUTE = "mute"  # no answer: the run may be stopped, cut off or dead
-    UNNAMED = "unnamed"  # an answer from a version that does not say which run it is
+    UNNAMED = "unnamed"  # an answer from a release that does not say which run it is
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,7 +49,7 @@ class SegmentRecord:
     copying_to: str = ""  # the server that will be the backup, while `server` copies the segment to it
     group: int = 0  # the bundle: the id of its first segment; 0: the segment moves alone
     made: int = 0  # the epoch in which the copy on `server` was made: a file with an earlier role is not that copy
-    backup_made: int = 0  # the same for the backup; 0: made with the segment, or by a version that did not store it
+    backup_made: int = 0  # the same for the backup; 0: made with the segment, or by a release that did not store it
     switched: int = 0  # the epoch in which the backup ceased to be the primary; 0: it was not the primary before
 
 
@@ -166,7 +166,7 @@ class BufferRecord:
         fields["shape"] = tuple(fields["shape"])
         fields["segments"] = tuple(SegmentRecord(**segment) for segment in fields["segments"])
         fields["kind"] = Kind(fields.get("kind", Kind.BUFFER))
-        stored = fields.get("metadata", "")  # earlier versions stored the text without packing it
+        stored = fields.get("metadata", "")  # earlier releases stored the text without packing it
         fields["metadata"] = pack(stored) if stored.startswith("{") else b64decode(stored)
         fields["file_attributes"] = b64decode(fields.get("file_attributes", ""))
         return BufferRecord(**fields)
@@ -189,7 +189,7 @@ class ServerRecord:
     data_tls: bool = False  # its data address speaks TLS
     zone: str = ""
     draining: bool = False  # the server gets no new segments, and its copies move to others
-    host_name: str = ""  # the machine: what goes when it is lost; empty: a server of an older version
+    host_name: str = ""  # the machine: what goes when it is lost; empty: a server of an older release
 
     @property
     def address_host(self) -> str:
@@ -220,7 +220,7 @@ UNKNOWN_EPOCH = -1
 class Held:
     """A segment as its server reports it. `nbytes`: the part of the server's capacity beyond what the records count."""
 
-    epoch: int  # of its last role, or the epoch in which it was made; UNKNOWN_EPOCH from servers of older versions
+    epoch: int  # of its last role, or the epoch in which it was made; UNKNOWN_EPOCH from servers of older releases
     whole: bool = True  # the copy is known to be complete
     begun: bool = False  # the copy is known to be incomplete: it is being made, or was about to be
     primary: bool = False  # this run of the server is the segment's primary

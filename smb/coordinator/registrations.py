@@ -116,7 +116,7 @@ class Registrations:
         if rival is None:
             return
         look = await self._servers.look(rival)
-        # Servers of older versions do not say which run they are. At the same address it is the one that registers.
+        # Servers of older releases do not say which run they are. At the same address it is the one that registers.
         same_address = rival.control_address == event.server.control_address
         if look.run is RunLiveness.ALIVE or (look.run is RunLiveness.UNNAMED and not same_address):
             raise AlreadyExistsError(
@@ -149,7 +149,7 @@ class Registrations:
         if not asked:
             return event
         look = await self._servers.look(event.server, asked)
-        if look.run is RunLiveness.UNNAMED:  # a server of an older version: its list has to do
+        if look.run is RunLiveness.UNNAMED:  # a server of an older release: its list has to do
             # Such a server does not say how large segments beyond the records are either; they count in one sum.
             beside = max(0, event.server.used_bytes - state.allocation(name).nbytes)
             first = min(event.held.keys() - here, default=None)

@@ -95,7 +95,7 @@ class RoleChanges:
             await self.tell_roles(theirs, (other,))
 
     async def end_if_dead(self, server: ServerRecord) -> bool:
-        """Record that this run of a server is dead, if it is. A run of a version that does not name itself counts as
+        """Record that this run of a server is dead, if it is. A run of a release that does not name itself counts as
         alive as long as its address answers.
         """
         return await self.look(server) is RunLiveness.DEAD

@@ -37,7 +37,7 @@ _log = logging.getLogger("coordinator")
 
 
 class StoreError(Error):
-    """The store is damaged, of another version, or cannot be written; the message says which. Nothing was changed."""
+    """The store is damaged, has another format, or cannot be written; the message says which. Nothing was changed."""
 
 
 class StoreFullError(StoreError, OutOfMemoryError):
@@ -76,7 +76,7 @@ def open_store(where: str) -> Store:
 
     Raises InvalidArgumentError for an unknown kind of store. Raises UnavailableError if another coordinator has the
     store open, if it belongs to another user, or if other users may write to it or have put files there. Raises
-    StoreError if the store cannot be made or was written by another version.
+    StoreError if the store cannot be made or was written in another format version.
     """
     if "://" in where:
         raise InvalidArgumentError(f"--state must be a directory or etcd://HOST:PORT,.../PREFIX, not {where}")

@@ -322,7 +322,7 @@ def read_manifest(directory: Path) -> tuple[list[Entry], dict[str, str]]:
     try:
         found = parse_json(read_file(path, BACKUP_MANIFEST_BYTES_MAX), BACKUP_MANIFEST_PARTS_MAX)
         if found["format"] != FORMAT:
-            raise ValueError(f"it has format {found['format']}, and this version reads {FORMAT}")
+            raise ValueError(f"it has format {found['format']}, and this release reads {FORMAT}")
         entries: dict[str, Entry] = {}
         for each in found["buffers"]:
             entry = Entry(**{**each, "shape": tuple(each["shape"])})

@@ -60,7 +60,7 @@ class Sums:
             if not isinstance(fields, dict) or fields.keys() != {"crc32c", "source", "nbytes", "block"}:
                 raise ValueError("the first line is not one that a snapshot writes")
             if fields["crc32c"] != 1 or fields["block"] != BLOCK_BYTES:
-                raise ValueError("they have another version or block size")
+                raise ValueError("they have another format version or block size")
             if not isinstance(fields["source"], str) or type(fields["nbytes"]) is not int or fields["nbytes"] < 0:
                 raise ValueError("the first line is not one that a snapshot writes")
             digits = rest.replace("\n", "")

@@ -41,7 +41,7 @@ _MORE: Mapping[str, int] = {
 def check_bounds(request: Message) -> None:
     """Raise InvalidArgumentError, with the field and its bound, if any field of a request is beyond its bound.
 
-    Fields that this version does not know have no bound; they are dropped from the request, also in messages within it.
+    Fields that this release does not know have no bound; they are dropped from the request, also in messages within it.
     """
     request.DiscardUnknownFields()
     _check(request, request.DESCRIPTOR.name.removesuffix("Request"))

@@ -313,7 +313,7 @@ class Coordinator:
         return reply.client_name
 
     def clock(self, timeout: float) -> float:
-        """Return the coordinator's time in seconds since 1970; 0 from a version that does not report it."""
+        """Return the coordinator's time in seconds since 1970; 0 from a release that does not report it."""
         reply: pb.ListServersReply = self._call("ListServers", pb.ListServersRequest(), timeout)
         return float(reply.now)
 

@@ -170,7 +170,7 @@ class Peers:
                 continue
             if failure is None:
                 found.append((peer, answer.result()))
-            else:  # a coordinator of a version without standby leads if it answers
+            else:  # a coordinator of a release without standby leads if it answers
                 old = failure.code() is grpc.StatusCode.UNIMPLEMENTED
                 found.append((peer, pb.LeaderReply(leads=True, address=peer.address) if old else None))
         return found

@@ -3,7 +3,7 @@
 A caller's certificate identifies it by URIs among its alternative names: `smb:role/ROLE`, `smb:name/NAME`, and any
 number of `smb:namespace/NAME`, which limit it to buffers whose names begin with one of them. The engine verifies the
 certificate and reads role and name, as for data connections: see Callers. An RPC without a rule is refused to all
-callers. A certificate without a role, or with a role that this version does not know, is refused everywhere.
+callers. A certificate without a role, or with a role that this release does not know, is refused everywhere.
 
 Without credentials there is no interceptor, and each process that reaches the port may call everything.
 smb.security.credentials.check_exposure keeps such ports on loopback, unless the daemon is `--insecure`.
@@ -206,7 +206,7 @@ def permit(method: str, request: Any, who: Caller) -> None:
     rule = RULES.get(method)
     short = method.rpartition("/")[2]
     if rule is None:
-        raise PermissionDeniedError(f"{short}: no certificate may call this, because this version has no rule for it")
+        raise PermissionDeniedError(f"{short}: no certificate may call this, because this release has no rule for it")
     if who.role not in rule.roles:
         raise PermissionDeniedError(
             f"{short}: {who} may not; it takes the role {' or '.join(sorted(role.value for role in rule.roles))}"

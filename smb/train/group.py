@@ -89,7 +89,7 @@ class Group:
             self.lease = float(settings["lease"])
         except (KeyError, TypeError, ValueError) as error:  # other programs may store any metadata
             raise InvalidArgumentError(
-                f"buffer {name!r} is not a group of this version of smb.train: its settings can't be read: {error!r}; "
+                f"buffer {name!r} is not a group of this release of smb.train: its settings can't be read: {error!r}; "
                 f"choose another name"
             ) from error
         self.table = t.Table(client.open(f"{name}/members"))
@@ -506,7 +506,7 @@ def scheme_in(settings: dict[str, Json]) -> Scheme:
     own = dict(settings["settings"])
     slots = own.pop(_MEMBERS, t.SLOTS)
     if not is_whole(slots, 1, t.SLOTS_MAX):
-        raise InvalidArgumentError(f"it has {slots!r} slots, and this version takes up to {t.SLOTS_MAX}")
+        raise InvalidArgumentError(f"it has {slots!r} slots, and this release takes up to {t.SLOTS_MAX}")
     return scheme_of(settings["scheme"], own)
 
 

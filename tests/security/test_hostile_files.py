@@ -228,12 +228,12 @@ SMALL: dict[str, tuple[str, bytes, str]] = {
     "version.crc32c": (
         "sums",
         json.dumps(SUMS | {"crc32c": 2}).encode() + b"\n0123abcd\n",
-        "another version or block size",
+        "another format version or block size",
     ),
     "block.crc32c": (
         "sums",
         json.dumps(SUMS | {"block": 8}).encode() + b"\n0123abcd\n",
-        "another version or block size",
+        "another format version or block size",
     ),
     "number.crc32c": ("sums", json.dumps(SUMS | {"nbytes": -1}).encode(), "the first line is not one that a snapshot"),
     "lines.crc32c": ("sums", json.dumps(SUMS).encode() + b"\n" + b"0123abc\n" * 9, "not a checksum of 8 hexadecimal"),

@@ -444,7 +444,7 @@ def test_earlier_releases_refuse_a_training_with_more_slots(client: smb.Client) 
     worker.close()
     stored["settings"]["members"] = 513
     client.create("later", 8, metadata={METADATA: stored})
-    with pytest.raises(smb.InvalidArgumentError, match=r"'later' is not a group of this version.*513 slots"):
+    with pytest.raises(smb.InvalidArgumentError, match=r"'later' is not a group of this release.*513 slots"):
         smb.train.join(client, "later", np.zeros(8, np.float32))
 
 

@@ -124,7 +124,7 @@ def test_what_cannot_join(client: smb.Client) -> None:
 def test_settings_that_no_group_has(client: smb.Client, settings: dict[str, Any]) -> None:
     """Whatever another program has stored there, it is refused as no group, not found out by a KeyError."""
     client.create("run", 4, metadata={"smb.train": settings})
-    with pytest.raises(smb.InvalidArgumentError, match=r"'run' is not a group of this version .* choose another name"):
+    with pytest.raises(smb.InvalidArgumentError, match=r"'run' is not a group of this release .* choose another name"):
         smb.train.join(client, "run", np.zeros(4, np.float32), smb.train.BSP())
     with pytest.raises(smb.InvalidArgumentError, match="is not a group"):
         smb.train.status(client, "run")

@@ -37,7 +37,7 @@ _STRANGE = {
         "were not in our protocol",
         "A program that is not a client of this cluster connects to the server's port: find out which one.",
     ),
-    "version": ("used another version of the protocol", "Install the same version of smb on clients and servers."),
+    "version": ("used another version of the protocol", "Install the same release of smb on clients and servers."),
     "denied": ("were refused for lack of rights", "The server's log says which client asked for what."),
     "checksum": (
         "arrived damaged",

@@ -65,7 +65,7 @@ async def campaign(
     etcd: Etcd, location: EtcdLocation, address: str, lease_s: int, outside: Outside | None = None
 ) -> Lead | None:
     """Try once to become the leader. Returns the lead; None if another coordinator leads. `outside`: None for this
-    host's clocks. Raises SilentError, RefusedError, and StoreError if the records are of another version.
+    host's clocks. Raises SilentError, RefusedError, and StoreError if the records are of another format version.
     """
     outside = outside or Outside()
     asked_at = outside.boot_s()

@@ -105,7 +105,7 @@ class Roster:
 
 def _address_in(text: str | bytes, field: str) -> str:
     """Return the address in a field of a JSON object; empty if there is none. Only this field is read, because a
-    coordinator of another version may have written more fields than this one knows."""
+    coordinator of another release may have written more fields than this one knows."""
     try:
         pages = str(parse_json(text, _PARTS_MAX)[field])
         parse_address(pages)

@@ -200,7 +200,7 @@ class CopyMaker:
         """Give a role to the server of the only copy: from then on clients reach the segment through that server."""
         state, segment = self._commit_log.state, wish.segment
         message = replica_message(state, Copy(segment.id, segment.epoch, CopyRole.PRIMARY, ""))
-        # A server of an older version does not know this question, and its answer confirms no such role.
+        # A server of an older release does not know this question, and its answer confirms no such role.
         message.confirm = message.let_move = True
         server = state.servers.get(segment.server)
         if server is None:

@@ -302,7 +302,7 @@ def _is_log(state: State, record: BufferRecord) -> bool:
 def _check_same(state: State, existing: BufferRecord, creation: Creation) -> None:
     """Raise AlreadyExistsError unless `existing` is what an exist_ok creation describes."""
     if existing.kind is not Kind.BUFFER:
-        return  # the coordinator decided its shape, maybe in an earlier version, and that shape stays
+        return  # the coordinator decided its shape, maybe as an earlier release, and that shape stays
     if not creation.exist_ok:
         state.check_known(existing.kind, existing.name)
         doing = "exists" if existing.ready else "is being created by another client"

@@ -67,7 +67,7 @@ def heard_from(state: State, event: ServerRegistered) -> State:
 
 def _leading(event: ServerRegistered, known: Interrupted, here: Mapping[int, Held]) -> frozenset[str]:
     """Return the server's name if its process has been the primary of a part since that was made: it has forgotten
-    nothing. A server of an older version does not say that, and is known by its process alone.
+    nothing. A server of an older release does not say that, and is known by its process alone.
     """
     name, run = event.server.name, event.server.instance_id
     same_run = known.runs.get(name) == run
