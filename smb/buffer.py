@@ -302,7 +302,7 @@ class Buffer(Indexed, Direct):
         shape or is flat, else as in read().
 
         Elements that lie side by side in a chunk are read at one instant, others may be of different instants. Each
-        such group takes a request of its own, of which up to 64 are on their way over a connection; on the server's
+        such run takes a request of its own, of which up to 64 are on their way over a connection; on the server's
         host the call uses the mapped memory. The values are exact whatever the buffer's wire is.
         """
         asked = self._arguments.asked("read_sparse")

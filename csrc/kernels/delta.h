@@ -61,7 +61,7 @@ static inline uint64_t delta_added(uint64_t sum, uint64_t other)
 static inline uint64_t delta_load(const uint8_t *from, uint32_t width)
 {
     uint64_t value = 0;
-    switch (width) { /* with a constant size, so that each copy is one instruction */
+    switch (width) { /* with a constant size, so that copying takes one instruction */
     case 1: return *from;
     case 2: memcpy(&value, from, 2); return value;
     case 4: memcpy(&value, from, 4); return value;

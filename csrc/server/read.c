@@ -111,8 +111,8 @@ static int copy_range(struct connection *connection, uint8_t *to)
     return status;
 }
 
-/* Answers from a copy: the read is encoded, has a checksum or goes by reference, or the chunk's
- * lock is taken. */
+/* Answers from copied bytes: the read is encoded, has a checksum or goes by reference, or the
+ * chunk's lock is taken. */
 static enum step answer_read_by_copy(struct connection *connection)
 {
     struct gate_request *request = &connection->request;

@@ -1,4 +1,5 @@
-/* read.h: answers reads from the segment or from a copy. Called by the connection's loop. */
+/* read.h: answers reads from the segment, or from bytes copied out of it. Called by the
+ * connection's loop. */
 #ifndef SMB_READ_H
 #define SMB_READ_H
 

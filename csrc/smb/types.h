@@ -41,8 +41,8 @@
 
 /* csrc/protocol.toml lists the numbers that travel in frames. Add a new number there first. */
 
-/* A status belongs to a group by what is broken: nothing (0), the request (1..15), the link
- * (16..31), this process or host (32 and above). */
+/* A status says by its range what is broken: nothing (0), the request (1..15), the link (16..31),
+ * this process or host (32 and above). */
 enum smb_status {
     SMB_OK = 0,
     /* this server has no such segment (deleted, or never created); nothing applied */

@@ -31,7 +31,7 @@ def ascends(indices: Array) -> bool:
 
 
 def sorted_once(indices: Array) -> tuple[Array, Array, Array]:
-    """Return (order, first, group): the order that sorts the indices and keeps equal ones as they were; for each in
+    """Return (order, first, kind): the order that sorts the indices and keeps equal ones as they were; for each in
     that order whether it is the first of its kind, and the number of its kind.
     """
     order = np.argsort(indices, kind="stable")
@@ -47,7 +47,7 @@ def fold(op: str, indices: Array, values: Array, scale: float) -> tuple[Array, A
     The values are multiplied by the scale first. Then those of one index are combined in the order in which they were
     given; "replace" keeps the last one. Each step is rounded to the dtype.
     """
-    order, first, group = sorted_once(indices)
+    order, first, kind = sorted_once(indices)
     with np.errstate(over="ignore", invalid="ignore"):
         given = values[order]
         if scale != 1.0:
@@ -55,7 +55,7 @@ def fold(op: str, indices: Array, values: Array, scale: float) -> tuple[Array, A
         if op == "replace":
             return indices[order][first], given[np.append(first[1:], True)]
         folded = given[first]
-        _FOLDS[op].at(folded, group[~first], given[~first])
+        _FOLDS[op].at(folded, kind[~first], given[~first])
     return indices[order][first], folded
 
 

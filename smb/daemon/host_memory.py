@@ -1,9 +1,9 @@
 """The host's memory: which file systems are in memory, and the memory limit of this process.
 
-The limit is the lowest of those of its control group and of the groups around it, in versions 1 and 2.
+The limit is the lowest of those of its control group and of the control groups around it, in cgroup v1 and v2.
 
 Pages of tmpfs count as memory of the control group whose process touched them first. One page beyond the limit, and the
-kernel kills a process of the group: usually the memory server, because it is the largest.
+kernel kills a process of that control group: usually the memory server, because it is the largest.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class ControlGroup:
     limit_bytes: int
 
     def room_bytes(self) -> int:
-        """Return how much more memory the group's processes may take; 0 if unknown."""
+        """Return how much more memory the control group's processes may take; 0 if unknown."""
         _, current, freed = _FILES[self.hierarchy]
         try:
             used = int((self.directory / current).read_text())
@@ -76,7 +76,7 @@ class MemoryLimit:
 
 
 def _control_groups(root: Path) -> tuple[ControlGroup, ...]:
-    """Return the groups with a limit, in the hierarchy that has the memory controller."""
+    """Return the control groups with a limit, in the hierarchy that has the memory controller."""
     found: list[ControlGroup] = []
     for hierarchy, mounted_root, mounted_at in _mounts(root):
         path = _own_path(root, hierarchy)

@@ -315,7 +315,7 @@ TRAINING: tuple[Description, ...] = (
 )
 
 METRICS: Mapping[str, Description] = {
-    found.name: found for group in (SERVER, COORDINATOR, ON_ETCD, SECURED, CLIENT, TRAINING) for found in group
+    found.name: found for table in (SERVER, COORDINATOR, ON_ETCD, SECURED, CLIENT, TRAINING) for found in table
 }
 
 

@@ -1,7 +1,7 @@
 """Checks whether a file or directory belongs to this user. Files that another user put under a name are not trusted.
 
 Memory directories have stricter rules (private_directory.py). The rules here are for disks, where directories of a
-group and volumes of containers have to work.
+Unix group and volumes of containers have to work.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ def take_directory(path: Path, option: str) -> None:
     """Make the directory with mode 0700, or check the existing one. `option` is the option that named it.
 
     Raises UnavailableError if it belongs to another user than this one or root, if everybody may write in it, or if
-    another user's link leads to it; OSError if it cannot be made. A directory that a group may write is only reported
-    in the log, since umask 002 and the volumes of Kubernetes cause that. The same holds for a volume that root has
-    mounted and everybody may write.
+    another user's link leads to it; OSError if it cannot be made. A directory that a Unix group may write is only
+    reported in the log, since umask 002 and the volumes of Kubernetes cause that. The same holds for a volume that root
+    has mounted and everybody may write.
     """
     whole = path.absolute()
     there = next(each for each in (whole, *whole.parents) if os.path.lexists(each))
@@ -119,7 +119,7 @@ def open_own(path: Path, flags: int) -> int:
 
 
 def keep_to_ourselves(path: Path) -> None:
-    """Give a file of this user's own mode 0600; do nothing if it does not exist. A group may have got permissions:
+    """Give a file of this user's own mode 0600; do nothing if it does not exist. A Unix group may have got permissions:
     Kubernetes gives them to all files of a volume at each start.
 
     Raises UnavailableError if it is not this user's own regular file, or if everybody may change it.

@@ -162,9 +162,10 @@ class Backup:
         """Write these buffers. `together`: names of buffers whose states are of one moment for clients that change them
         under their locks: the locks are all held while the servers copy the buffers, at the memory's speed.
 
-        A buffer that was deleted meanwhile is skipped. One that cannot be read is `missing`, with all that it should
-        be together with. Raises NotFoundError for a name that is not there, InvalidArgumentError for a published one,
-        which has a generation of its own, and for one in two groups; Error if no coordinator answers; OSError.
+        A buffer that was deleted meanwhile is skipped. One that cannot be read is `missing`, with all that it should be
+        together with. Raises NotFoundError for a name that is not there, InvalidArgumentError for a published one,
+        which has a generation of its own, and for one that is named in two of them; Error if no coordinator answers;
+        OSError.
         """
         known = {info.name: info for info in infos}
         for info in infos:
@@ -177,11 +178,11 @@ class Backup:
                 if known[name].versions > 1:
                     raise InvalidArgumentError(f"together with others: {name!r} is published by generations")
                 if name in joint:
-                    raise InvalidArgumentError(f"together with others: {name!r} is in two groups; make them one")
+                    raise InvalidArgumentError(f"together with others: {name!r} is in two lists; make them one")
                 joint.add(name)
         for names in together:
-            group = [known[name] for name in sorted(set(names))]
-            self._attempt(group, partial(self._add_together, group))
+            joined = [known[name] for name in sorted(set(names))]
+            self._attempt(joined, partial(self._add_together, joined))
         for info in infos:
             if info.name not in joint:
                 self._attempt([info], partial(self._add_named, info.name))
@@ -277,8 +278,8 @@ class Backup:
         )  # fmt: skip
         self._say(f"{buffer.name}: generation {generation}" if generation else buffer.name)
 
-    def _add_together(self, group: Sequence[BufferInfo]) -> None:
-        buffers = [self._client.open(info.name) for info in group]
+    def _add_together(self, infos: Sequence[BufferInfo]) -> None:
+        buffers = [self._client.open(info.name) for info in infos]
         copies: list[Buffer] = []
         try:
             with ExitStack() as locks:

@@ -1,8 +1,8 @@
-"""Snapshots, and copies between buffers, files and clusters, streamed from all servers at once.
+"""Snapshots, and copying between buffers, files and clusters, streamed from all servers at once.
 
-A snapshot reads data that does not change: a pinned version, or a copy that the servers make among themselves (without
-a transfer to this process) and that is deleted at the end. If they cannot make a copy (no room, a drained server, a
-reader's certificate), the snapshot reads the buffer itself, and starts again after an interruption. Beside FILE lies
+A snapshot reads data that does not change: a pinned version, or a second buffer that the servers fill among themselves
+(without a transfer to this process) and that is deleted at the end. If they cannot make it (no room, a drained server,
+a reader's certificate), the snapshot reads the buffer itself, and starts again after an interruption. Beside FILE lies
 FILE.crc32c with the CRC-32C of each block: an interrupted snapshot continues from it, and restore checks what it reads
 against it. A restore in progress has a progress file of its own (checksums.py).
 """
@@ -74,13 +74,13 @@ def snapshot(client: Client, name: str, path: Path, *, lock: bool = False, progr
     to 30 s; Error if it takes longer and the version is overwritten.
 
     Any other buffer is copied by the servers first, while other clients continue. Each chunk is whole, and has its
-    state of some time during that copy, which runs at the memory's speed. With `lock`, under the buffer's lock, the
-    snapshot is one moment for clients that change the buffer under that lock. The copy needs as much memory as the
-    buffer. If it cannot be made, the buffer itself is read, with a warning: chunks then have their states of some time
-    while the file was written, and the lock is held for so long.
+    state of some time while they copied, which runs at the memory's speed. With `lock`, under the buffer's lock, the
+    snapshot is one moment for clients that change the buffer under that lock. The second buffer needs as much memory as
+    the first. If it cannot be made, the buffer itself is read, with a warning: chunks then have their states of some
+    time while the file was written, and the lock is held for so long.
 
-    FILE appears as a whole at the end. A call after an interruption continues where the first one stopped, if the copy
-    or the version still exists; otherwise it starts again. Raises Error and OSError.
+    FILE appears as a whole at the end. A call after an interruption continues where the first one stopped, if that
+    buffer or the version still exists; otherwise it starts again. Raises Error and OSError.
     """
     buffer = client.open(name)
     form = next((form for form in (Form.NPY, Form.SAFETENSORS) if path.name.endswith(form.value)), Form.RAW)
@@ -104,7 +104,7 @@ def snapshot(client: Client, name: str, path: Path, *, lock: bool = False, progr
         _log.warning("snapshot of %r: the servers cannot copy it, so it is read while it may change (%s)", name, error)
         _read_into_file(buffer, view, part, path, progress, lock=lock)
         return 0
-    # The key is the copy's id: a copy that was deleted and made again has the same name, but another moment's data.
+    # The key is that buffer's id: one that was deleted and made again has the same name, but another moment's data.
     _into_file(Live(copy, view), f"{copy.info.id:x}{form.value}", part, path, progress)
     sweep(client, copy)
     return 0
@@ -146,9 +146,9 @@ def copy_buffer(
     """Copy a buffer under another name, with its dtype, shape, tensors, metadata and its file's attributes; return the
     new buffer.
 
-    The copy has `replicas` copies; by default as many as the buffer, or as the buffer that it replaces if that has
-    more. Within a cluster the servers do the copying if they can; otherwise the bytes pass through this process. Each
-    chunk is whole; a buffer with versions=2 is copied as its latest version. Raises as restore does.
+    The new buffer has `replicas` copies; by default as many as the buffer, or as the buffer that it replaces if that
+    has more. Within a cluster the servers do the copying if they can; otherwise the bytes pass through this process.
+    Each chunk is whole; a buffer with versions=2 is copied as its latest version. Raises as restore does.
     """
     buffer = source.open(name)
     view = _raw(buffer)
@@ -389,7 +389,7 @@ def _blocks_there(part: Path, what: str, nbytes: int) -> list[int]:
 
 
 def _still(client: Client, buffer: Buffer, part: Path, *, lock: bool) -> Buffer:
-    """Return a copy of the buffer that nobody changes: that of an interrupted snapshot, or a new one."""
+    """Return a buffer with the same data that nobody changes: that of an interrupted snapshot, or a new one."""
     name = _still_name(buffer.info, part)
     if part.exists():
         try:

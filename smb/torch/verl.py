@@ -81,7 +81,7 @@ class SmbCheckpointEngine(CheckpointEngine):  # type: ignore[misc,unused-ignore]
         return {"generation": said * actor_wg_world_size}, {"generation": said * rollout_world_size}
 
     def init_process_group(self, generation: int) -> None:
-        """Note the generation of the coming sync. No group is made."""
+        """Note the generation of the coming sync. No process group is made."""
         self.generation = generation
 
     def finalize(self) -> None:

@@ -111,9 +111,7 @@ class Exchange(ABC):
 
 
 class Footprint(NamedTuple):
-    """The number of copies of the model that a scheme keeps on the memory servers: for the group, each worker, each
-    host.
-    """
+    """How many times a scheme keeps the model's memory on the memory servers: for the group, each worker, each host."""
 
     group: int = 1
     worker: int = 0
@@ -171,7 +169,7 @@ class Scheme(ABC):
         return 1
 
     def footprint(self) -> Footprint:
-        """Return the number of copies of the model that the scheme keeps on the memory servers."""
+        """Return how many times the scheme keeps the model's memory on the memory servers."""
         return Footprint()
 
     def check(self, name: str, parameters: Parameters) -> None:  # noqa: B027 - most schemes train whatever there is

@@ -60,7 +60,7 @@ def join(
     Raises AlreadyExistsError with fresh=True if other workers of the training are alive, InvalidArgumentError if the
     settings differ from the group's (the error says which), NotFoundError if there is no group and no scheme was given,
     OutOfMemoryError if there are as many members as the scheme takes (512, with R2SP 128, and 48 with rounds if an
-    earlier release made the training), or no room for the scheme's copies of the model (docs/training.md). After an
+    earlier release made the training), or no room for the scheme's footprint (docs/training.md). After an
     error nothing of this join remains.
     """
     check_placement(f"join of training {name!r}", placement)

@@ -153,7 +153,7 @@ def test_names_that_are_not_there_and_published_ones_are_refused(cluster: smb.Lo
         for groups, told in (
             (["nothing,state"], "there is no buffer 'nothing'"),
             (["state"], "published by generations"),
-            (["v,w", "w"], "'w' is in two groups"),
+            (["v,w", "w"], "'w' is in two lists"),
         ):
             options = [word for names in groups for word in ("--together", names)]
             refused = run("snapshot", "--all", str(tmp_path / "b"), *options, at=cluster, fails=True)

@@ -25,7 +25,7 @@ STATE_LOW_BYTES = 64 << 20  # of the coordinator's disk; deploy/prometheus/alert
 OTHER_ERRORS = 30  # in a minute; more suggest that a client repeats a wrong call in a loop
 NAMES_MAX = 4
 GROUPED_FROM = 5  # problems of one kind are one row from this number on
-MEMBERS_MAX = 20  # of a group, shown one by one
+MEMBERS_MAX = 20  # of such a row, shown one by one
 
 CRITICAL, WARNING, NOTE = "critical", "warning", "note"
 _ORDER = (CRITICAL, WARNING, NOTE)
@@ -160,17 +160,15 @@ def _grouped(found: Iterable[Problem]) -> list[Problem]:
     for number, problem in enumerate(found):
         alike.setdefault((problem.severity, problem.kind) if problem.kind else number, []).append(problem)
     grouped: list[Problem] = []
-    for group in alike.values():
-        kind = group[0].kind
-        if kind is None or len(group) < GROUPED_FROM:
-            grouped += group
+    for row in alike.values():
+        kind = row[0].kind
+        if kind is None or len(row) < GROUPED_FROM:
+            grouped += row
             continue
-        since = min((problem.since for problem in group if problem.since), default=0.0)
-        title = kind.title.format(n=f"{len(group):,}")
-        members = tuple(group[:MEMBERS_MAX])
-        grouped.append(
-            Problem(group[0].severity, title, "", kind.action, since=since, count=len(group), members=members)
-        )
+        since = min((problem.since for problem in row if problem.since), default=0.0)
+        title = kind.title.format(n=f"{len(row):,}")
+        members = tuple(row[:MEMBERS_MAX])
+        grouped.append(Problem(row[0].severity, title, "", kind.action, since=since, count=len(row), members=members))
     return grouped
 
 

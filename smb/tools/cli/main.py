@@ -77,14 +77,14 @@ def _command(name: str) -> Any:
 
 
 class Sections(TyperGroup):
-    """Lists the commands in groups by purpose."""
+    """Lists the commands by purpose."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
         self.commands = cast(Any, Commands())
 
     def format_commands(self, _ctx: Any, formatter: Any) -> None:
-        """Write one list for each group."""
+        """Write one list for each purpose."""
         for title, names in _GROUPS.items():
             with formatter.section(title):
                 formatter.write_dl([(name, self.commands[name].get_short_help_str(limit=66)) for name in names])

@@ -23,10 +23,10 @@ def run_on(
     credentials: Path | None,
     show: Callable[[str], None],
 ) -> int:
-    """Run `processes` copies of a Python program, spread over the hosts in turn; block until all have ended.
+    """Run a Python program in `processes` processes, spread over the hosts in turn; block until all have ended.
 
-    No hosts: this machine, without ssh. With a mesh each copy is `mesh` ranks under torchrun. Returns 0, or the status
-    of a copy that ended otherwise. A copy that fails does not end the others, which train on. Raises UnavailableError
+    No hosts: this machine, without ssh. With a mesh each of them is `mesh` ranks under torchrun. Returns 0, or the
+    status of one that ended otherwise. One that fails does not end the others, which train on. Raises UnavailableError
     for a host that cannot be reached or is lost, after everything else has ended.
     """
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={mesh}"] if mesh else []

@@ -280,7 +280,7 @@ class Publisher:
         generation.
 
         Readers see it at once and as a whole, and waiting readers are woken. Blocks while readers have pinned every
-        copy but the latest: for at most a second less than `timeout` (seconds), at least 30, and then goes on. So by
+        version but the latest: for at most a second less than `timeout` (seconds), at least 30, and then goes on. So by
         default readers can delay a trainer, but not stop it. With a shorter `timeout` TimeoutError is raised then:
         nothing was published, and the call may be repeated or left out. After 2 s of waiting a warning in the log names
         the reader. Raises InvalidArgumentError if names, shapes or dtypes differ from the first time.
