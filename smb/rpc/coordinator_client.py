@@ -14,7 +14,7 @@ import secrets
 import socket
 import ssl
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import grpc
@@ -26,6 +26,7 @@ from smb.config.parse import parse_address, parse_addresses
 from smb.config.request_ids import REQUEST, metadata_of, new_id
 from smb.rpc import control_pb2 as pb
 from smb.rpc.client_tokens import ClientTokens
+from smb.rpc.coordinator_tries import CoordinatorTries, FailedTry, Said, Then
 from smb.rpc.peers import LeaderMovedError, Peers
 from smb.rpc.sessions_port import SessionsPort
 from smb.rpc.trailers import ANSWERED, BUSY, OUTCOME, STANDBY, trailers_of
@@ -56,13 +57,10 @@ _OUTCOMES: dict[str, errors.CallOutcome] = {errors.UNKNOWN: errors.UNKNOWN, erro
 _CHANGES = (pb.CreateBufferRequest, pb.DeleteBufferRequest, pb.RenameBufferRequest)
 
 # Codes of a call whose coordinator went away before its answer.
-_CUT_OFF = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+_CUT_OFF = {grpc.StatusCode.UNAVAILABLE: Said.CUT_OFF, grpc.StatusCode.CANCELLED: Said.NO_PLACE}
 
-_COMES_BACK_S = 2.0  # how long to wait for a coordinator that has never answered: its address may be wrong
-_STARTS_AGAIN_S = 10.0  # and for one that has. Not longer, whatever the timeout: callers may hold what others need
 _AGAIN_FIRST_S, _AGAIN_MAX_S = 0.05, 0.5  # pauses between two rounds over all addresses
 _BUSY_FIRST_S, _BUSY_MAX_S = 0.1, 2.0  # pauses before a busy coordinator is asked again: very many may ask it
-_STAYS_MAX = 5  # tries at a coordinator that has no place for the call, before the next one is asked
 _PATIENCE_S = 5.0  # how long a coordinator may keep a call: very many may wait, so each asks seldom
 _LAST_S = 0.05  # the least time for an attempt at the end of the timeout
 _PROBE_S = 1.0
@@ -71,26 +69,6 @@ _RENEW_S = 3.0
 _LOOKS_PER_LIFE = 4  # looks for due tokens per life of a token, so that those of buffers opened meanwhile are found
 _ANSWERS_NOW = "it answers now"
 _NO_COORDINATOR = "a program that is not a coordinator listens there; is it a memory server's port?"
-
-
-def _had_no_time(error: Any) -> bool:
-    return error.code() is grpc.StatusCode.DEADLINE_EXCEEDED and ANSWERED not in trailers_of(error)
-
-
-def _with_unknown_outcome(failure: errors.Error) -> errors.Error:
-    """Return the last attempt's error, with the outcome unknown because an earlier attempt may have been applied."""
-    if failure.outcome == errors.UNKNOWN:
-        return failure
-    return type(failure)(f"{failure}. An earlier attempt may have been carried out", outcome=errors.UNKNOWN)
-
-
-def _of_several(said: Mapping[str, str], timeout: float, failure: errors.Error) -> errors.Error:
-    """Return the error with what each coordinator said: the last one may only stand by."""
-    each = "; ".join(f"{address}: {text}" for address, text in said.items())
-    return type(failure)(
-        f"no coordinator carried the call out within {timeout:g} s. What each said last: {each}",
-        outcome=failure.outcome,
-    )
 
 
 def _is_repeatable(request: Any) -> bool:
@@ -354,22 +332,15 @@ class Coordinator:
 
     def _made(self, method: str, request: Any, timeout: float, request_id: str) -> Any:
         begun = time.monotonic()
-        several = len(self._peers) > 1
-        failure: errors.Error | None
-        stood_by: tuple[object, errors.Error] | None = None  # the coordinator that answered as a standby, and its error
-        said: dict[str, str] = {}  # by address: the last failure
-        stayed = 0  # how often a coordinator had no place for the call
-        patience = timeout if several else _STARTS_AGAIN_S if self._answered else _COMES_BACK_S
-        failed_at = 0.0  # of the first failure
-        repeatable = (several or self._answered) and _is_repeatable(request)
-        term = named = ""  # of the leader that a standby has named; with it the next round may be kept waiting
-        maybe_applied = False  # an earlier attempt may have been carried out
+        tries = CoordinatorTries(
+            begun, timeout, several=len(self._peers) > 1, known=self._answered, repeatable=_is_repeatable(request)
+        )
+        term = ""  # of the leader that a standby has named; with it the next round may be kept waiting
         backoff = Backoff(_AGAIN_FIRST_S, _AGAIN_MAX_S, lambda: begun + timeout - time.monotonic())
         busy_backoff = Backoff(_BUSY_FIRST_S, _BUSY_MAX_S, lambda: begun + timeout - time.monotonic())
         waits_ms = request.timeout_ms if isinstance(request, pb.OpenBufferRequest) else 0
         about = metadata_of(request_id, self._client_name, tracing.parent())
         while True:
-            answered = busy = False  # whether the leader answered, and has too many calls in progress
             if waits_ms:  # the time to wait for the name, of which a part is over
                 request.timeout_ms = max(0, waits_ms - int(1000 * (time.monotonic() - begun)))
             peer = self._peers.now
@@ -381,59 +352,49 @@ class Coordinator:
                 self._answered = True
                 return answer
             except LeaderMovedError:
-                failure = self._lost(isinstance(request, _CHANGES))
-                may_repeat = repeatable
+                failed = FailedTry(Said.DEPOSED, peer.address, self._lost(isinstance(request, _CHANGES)))
             # gRPC's own tracebacks, chained, would be 30 more lines without more information.
             except grpc.RpcError as error:
-                trailers = trailers_of(error)
-                failure = self._error(error, timeout, isinstance(request, _CHANGES), request_id)
-                answered = ANSWERED in trailers and STANDBY not in trailers
-                busy = BUSY in trailers
-                if busy:
-                    self._answered, patience, may_repeat = True, timeout, True
-                elif STANDBY in trailers:
-                    named = trailers[STANDBY]
-                    stood_by = peer, failure
-                    patience = timeout
-                    may_repeat = trailers.get(OUTCOME) == errors.NOT_APPLIED or repeatable
-                elif not answered and was_not_sent(error):  # the leader's answer may say the same of a memory server
-                    failure, may_repeat = None, True
-                    stood_by = None if stood_by and stood_by[0] is peer else stood_by
-                elif stood_by and stood_by[0] is peer and _had_no_time(error) and failure.outcome == errors.NOT_APPLIED:
-                    # Asked again just before the timeout, it had no time to name the leader once more.
-                    failure, may_repeat = stood_by[1], False
-                elif error.code() is grpc.StatusCode.CANCELLED and not answered and not self._peers.closed:
-                    # It is there, also if it never answered before, and stops, or gRPC there has no place for more
-                    # calls. If nothing is there any more, patience begins now. It may be the leader under a flood, so
-                    # the others have their turn only after some tries.
-                    failed_at, may_repeat = 0.0, _is_repeatable(request)
-                    stayed += 1
-                    busy = may_repeat and stayed % _STAYS_MAX != 0
-                else:
-                    may_repeat = (
-                        repeatable and error.code() in _CUT_OFF and not self._peers.closed and ANSWERED not in trailers
-                    )
+                failed = self._failed(error, peer.address, timeout, isinstance(request, _CHANGES), request_id)
             except ValueError as error:  # raised by grpc for a call on a closed channel
                 raise errors.UnavailableError("the client is closed; call smb.connect again") from error
             now = time.monotonic()
-            said[peer.address] = str(failure) if failure is not None else "it cannot be reached"
-            failed_at = failed_at or now
-            maybe_applied |= failure is not None and failure.outcome == errors.UNKNOWN
-            if failure is None and failed_at + patience <= now < begun + timeout and self._why_not() == _ANSWERS_NOW:
-                patience = timeout  # the address is right: connecting takes long, because very many connect
-            if not may_repeat or now >= min(begun + timeout, failed_at + patience):
-                failure = failure or (stood_by[1] if stood_by else self._nobody(self._why_not()))
-                if stood_by and not answered and len(said) > 1:
-                    failure = _of_several(said, timeout, failure)
-                try:
-                    raise (_with_unknown_outcome(failure) if maybe_applied and not answered else failure) from None
-                finally:
-                    del failure, stood_by  # otherwise these and this frame would keep each other and a buffer alive
-            if busy:
-                time.sleep(busy_backoff.next_s())
-            elif self._peers.go_on(peer):
-                term = named
-                time.sleep(backoff.next_s())
+            self._answered = self._answered or failed.said is Said.BUSY
+            then = tries.after(failed, now)
+            if then is Then.LOOK:
+                then = tries.looked(connects=self._why_not() == _ANSWERS_NOW, now_s=now)
+            match then:
+                case Then.SAME:
+                    time.sleep(busy_backoff.next_s())
+                case Then.NEXT:
+                    if self._peers.go_on(peer):
+                        term = tries.named
+                        time.sleep(backoff.next_s())
+                case _:
+                    try:
+                        raise tries.error(lambda: self._nobody(self._why_not())) from None
+                    finally:
+                        del failed, tries  # otherwise these and this frame would keep each other and a buffer alive
+
+    def _failed(self, error: Any, address: str, timeout: float, changes: bool, request_id: str) -> FailedTry:
+        """Return how a try has failed that raised this grpc.RpcError."""
+        trailers, code = trailers_of(error), error.code()
+        said = Said.OTHER
+        if BUSY in trailers:
+            said = Said.BUSY
+        elif STANDBY in trailers:
+            said = Said.STANDBY
+        elif ANSWERED in trailers:  # before was_not_sent: the leader's answer may say the same of a memory server
+            said = Said.REFUSED
+        elif was_not_sent(error):
+            return FailedTry(Said.NOT_SENT, address, None)
+        elif code is grpc.StatusCode.DEADLINE_EXCEEDED:
+            said = Said.NO_TIME
+        elif code in _CUT_OFF and not self._peers.closed:
+            said = _CUT_OFF[code]
+        not_applied = trailers.get(OUTCOME) == errors.NOT_APPLIED
+        failure = self._error(error, timeout, changes, request_id)
+        return FailedTry(said, address, failure, trailers.get(STANDBY, ""), not_applied)
 
     def _lost(self, changes: bool) -> errors.UnavailableError:
         return errors.UnavailableError(

@@ -17,7 +17,7 @@ import pytest
 
 import smb
 import smb.train
-from smb.rpc import coordinator_client
+from smb.rpc import coordinator_tries
 from tests.support.clients import in_process
 from tests.support.daemons import stop, wait_for
 from tests.support.training import COUNT, DEADLINE_S, take_part, waiting
@@ -74,7 +74,7 @@ def test_a_training_loses_a_worker_while_the_coordinator_is_away(caplog: pytest.
 
 def test_a_call_waits_for_the_coordinator_as_long_as_its_client_says(monkeypatch: pytest.MonkeyPatch) -> None:
     """A client that was answered before waits; a lock that must be had at once does not."""
-    monkeypatch.setattr(coordinator_client, "_COMES_BACK_S", 0.0)
+    monkeypatch.setattr(coordinator_tries, "COMES_BACK_S", 0.0)
     with (
         smb.LocalCluster(servers=1, capacity="16MiB") as cluster,
         smb.connect(cluster.address, timeout=DEADLINE_S) as client,
@@ -120,7 +120,7 @@ def test_a_call_goes_on_whose_coordinator_died_in_the_middle() -> None:
 
 def test_an_address_that_never_answered_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """It may be a wrong one: connect says so at once, whatever its timeout."""
-    monkeypatch.setattr(coordinator_client, "_COMES_BACK_S", 0.0)
+    monkeypatch.setattr(coordinator_tries, "COMES_BACK_S", 0.0)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = f"127.0.0.1:{listener.getsockname()[1]}"
     begun = time.monotonic()
@@ -154,7 +154,7 @@ def test_a_dead_worker_is_missed_beside_one_that_nobody_has_asked_for() -> None:
 
 def test_who_leaves_while_the_coordinator_is_away_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     """It asked for the end of its inbox first, and held its slot meanwhile: the others waited for it as long."""
-    monkeypatch.setattr(coordinator_client, "_STARTS_AGAIN_S", DEADLINE_S)
+    monkeypatch.setattr(coordinator_tries, "STARTS_AGAIN_S", DEADLINE_S)
     with (
         smb.LocalCluster(servers=1, capacity="16MiB") as cluster,
         smb.connect(cluster.address, timeout=DEADLINE_S) as client,
@@ -247,7 +247,7 @@ def test_who_closes_a_round_without_the_inboxes_holds_up_nobody_who_has_them(mon
     """The last one to contribute took the locks, and asked the absent coordinator for inboxes under them. Another one,
     who had them open, could have closed the round.
     """
-    monkeypatch.setattr(coordinator_client, "_STARTS_AGAIN_S", DEADLINE_S)
+    monkeypatch.setattr(coordinator_tries, "STARTS_AGAIN_S", DEADLINE_S)
 
     def marked(worker: smb.train.Worker) -> bool:
         return worker.status.clock > worker.progress.round
