@@ -75,6 +75,7 @@ def test_a_training_loses_a_worker_while_the_coordinator_is_away(caplog: pytest.
 def test_a_call_waits_for_the_coordinator_as_long_as_its_client_says(monkeypatch: pytest.MonkeyPatch) -> None:
     """A client that was answered before waits; a lock that must be had at once does not."""
     monkeypatch.setattr(coordinator_tries, "COMES_BACK_S", 0.0)
+    monkeypatch.setattr(coordinator_tries, "STARTS_AGAIN_S", DEADLINE_S)  # a start takes long on a busy machine
     with (
         smb.LocalCluster(servers=1, capacity="16MiB") as cluster,
         smb.connect(cluster.address, timeout=DEADLINE_S) as client,
