@@ -10,7 +10,7 @@
 enum { NONE = UINT32_MAX };
 
 /* This process's index entry of one record. The index saves searches in shared memory. */
-struct entry {
+struct indexed_record {
     uint32_t next; /* in its bucket, or in the list of empty entries */
     /* NONE: empty. Kept here because local clients can write to the record itself */
     uint32_t bucket;
@@ -26,7 +26,7 @@ struct records {
     const _Atomic bool *ended_are_known;
     uint32_t empty, oldest, newest;
     uint32_t *buckets; /* the first entry of each bucket; as many buckets as records */
-    struct entry entries[];
+    struct indexed_record entries[];
 };
 
 static uint32_t count_of_at_least(uint64_t data_bytes, uint32_t least)
@@ -76,7 +76,7 @@ static uint32_t bucket_of(const struct records *records, uint64_t session, uint6
 static void put_in_bucket(struct records *records, uint32_t index)
 {
     const struct record *record = record_at(records, index);
-    struct entry *entry = &records->entries[index];
+    struct indexed_record *entry = &records->entries[index];
     entry->bucket = bucket_of(records, read_word(&record->session), read_word(&record->lane));
     entry->next = records->buckets[entry->bucket];
     records->buckets[entry->bucket] = index;
@@ -218,7 +218,7 @@ static void convert(struct record *record)
 
 static void unlink_entry(struct records *records, uint32_t index)
 {
-    struct entry *entry = &records->entries[index];
+    struct indexed_record *entry = &records->entries[index];
     *(entry->older == NONE ? &records->oldest
                            : &records->entries[entry->older].newer) = entry->newer;
     *(entry->newer == NONE ? &records->newest
@@ -251,19 +251,19 @@ static uint32_t longest_unused(const struct records *records)
     return at;
 }
 
-struct use {
+struct last_use {
     uint64_t used_ns;
     uint32_t index;
 };
 
 static int earlier(const void *a, const void *b)
 {
-    const struct use *left = a, *right = b;
+    const struct last_use *left = a, *right = b;
     return left->used_ns < right->used_ns ? -1 : left->used_ns > right->used_ns;
 }
 
 /* Reads the table, which may contain anything. */
-static void read_table(struct records *records, struct use *uses)
+static void read_table(struct records *records, struct last_use *uses)
 {
     uint32_t used = 0;
     for (uint32_t i = records->table.count; i-- > 0;) {
@@ -275,7 +275,7 @@ static void read_table(struct records *records, struct use *uses)
         } else {
             convert(record);
             put_in_bucket(records, i);
-            uses[used++] = (struct use){read_word(&record->used_ns), i};
+            uses[used++] = (struct last_use){read_word(&record->used_ns), i};
         }
     }
     qsort(uses, used, sizeof *uses, earlier);
@@ -288,7 +288,7 @@ int records_create(struct record_table table, const _Atomic bool *ended_are_know
 {
     struct records *made = calloc(1, sizeof *made + table.count * sizeof made->entries[0]);
     uint32_t *buckets = malloc(table.count * sizeof *buckets);
-    struct use *uses = malloc(table.count * sizeof *uses);
+    struct last_use *uses = malloc(table.count * sizeof *uses);
     if (made && buckets && uses) {
         pthread_mutex_init(&made->mutex, NULL);
         made->table = table;

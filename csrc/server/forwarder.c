@@ -193,22 +193,22 @@ void smb_server_wake_replicas(struct smb_server *server)
     bundle_tell_change(server);
 }
 
-struct look {
+struct replica_list {
     struct smb_replica_status *replicas;
     uint64_t most, found;
 };
 
 static void look_at(void *argument, struct smb_segment *segment)
 {
-    struct look *look = argument;
+    struct replica_list *list = argument;
     struct replica *replica = replica_at(segment);
     if (!replica)
         return;
-    if (look->found < look->most) {
+    if (list->found < list->most) {
         struct segment_bundle *bundle = replica->bundle;
         pthread_mutex_lock(&bundle->lock);
         uint64_t order = atomic_load_explicit(&bundle->order, memory_order_relaxed);
-        look->replicas[look->found] = (struct smb_replica_status){
+        list->replicas[list->found] = (struct smb_replica_status){
             .segment = replica->id,
             .group = bundle->id,
             .epoch = atomic_load_explicit(&bundle->epoch, memory_order_relaxed),
@@ -223,13 +223,13 @@ static void look_at(void *argument, struct smb_segment *segment)
             .refused = bundle->feed.refused};
         pthread_mutex_unlock(&bundle->lock);
     }
-    look->found++;
+    list->found++;
 }
 
 uint64_t smb_server_replicas(struct smb_server *server, struct smb_replica_status *replicas,
                              uint64_t most)
 {
-    struct look look = {.replicas = replicas, .most = most};
-    server_each_segment(server, look_at, &look);
-    return look.found;
+    struct replica_list list = {.replicas = replicas, .most = most};
+    server_each_segment(server, look_at, &list);
+    return list.found;
 }

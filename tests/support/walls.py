@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import gc
+import re
 import sys
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -48,6 +49,7 @@ ROOMS_OF_C = {
 }
 _OWN = ("self", "cls")
 _OF_TORCH = "_version"  # of a tensor: how often it was changed in place. Our Pin has an attribute of that name
+_STRUCT = re.compile(r"^(?:struct|union|enum) (\w+) \{", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -165,6 +167,17 @@ def shared_names(modules: dict[str, ast.Module]) -> dict[str, tuple[str, ...]]:
         for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef):
                 found.setdefault(node.name, []).append(path)
+    return {name: tuple(paths) for name, paths in sorted(found.items()) if len(paths) > 1}
+
+
+def shared_structs(csrc: Path) -> dict[str, tuple[str, ...]]:
+    """Return the names of structs, unions and enums of C that stand for several, each with the files that define them,
+    some of them only for themselves.
+    """
+    found: dict[str, list[str]] = {}
+    for path in sorted(path for path in csrc.rglob("*.*") if path.suffix in {".c", ".h", ".inc"}):
+        for name in _STRUCT.findall(path.read_text()):
+            found.setdefault(name, []).append(str(path.relative_to(csrc)))
     return {name: tuple(paths) for name, paths in sorted(found.items()) if len(paths) > 1}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from importlib import import_module
+from pathlib import Path
 
 import pytest
 
@@ -18,6 +19,7 @@ from tests.support.walls import (
     reach_ins,
     rooms,
     shared_names,
+    shared_structs,
     sources,
 )
 
@@ -99,6 +101,14 @@ def test_a_shared_name_is_found() -> None:
     planted = {"a.py": "class Box: ...\nclass Lid: ...", "b.py": inner, "c.py": "from a import Lid\nLid()"}
     assert shared_names({path: ast.parse(text) for path, text in planted.items()}) == {"Box": ("a.py", "b.py")}
     assert shared_names({"a.py": ast.parse("class Box: ...\n" * 2)}) == {"Box": ("a.py", "a.py")}
+
+
+def test_a_struct_name_stands_for_one_struct(tmp_path: Path) -> None:
+    """In C, too, and also where two files define it each for itself."""
+    assert shared_structs(ROOT / "csrc") == {}
+    (tmp_path / "a.h").write_text("struct box {\n    int lid;\n};\nstruct lid;\n")
+    (tmp_path / "b.c").write_text("enum box { OPEN };\nstruct lid {\n    struct box *box;\n};\n")
+    assert shared_structs(tmp_path) == {"box": ("a.h", "b.c")}
 
 
 def test_circles_grow_fewer() -> None:
