@@ -140,7 +140,7 @@ class Relays:
         assert process.stdout is not None
         with process.stdout as lines:
             for line in lines:
-                told = json.loads(line)
+                reported = json.loads(line)
                 reports = [
                     pb.MirrorReport(
                         name=report["name"],
@@ -155,11 +155,11 @@ class Relays:
                             for name, (rate, limited) in list(report["feeds"].items())[:ITEMS_MAX]
                         ],
                     )
-                    for report in told
+                    for report in reported
                 ]
                 with self._lock:
                     before, self._reports = self._reports, reports
-                waits = any(report["waits"] for report in told)  # for a plan, which the next renewal brings
+                waits = any(report["waits"] for report in reported)  # for a plan, which the next renewal brings
                 if waits or {report.id for report in before} != {report.id for report in reports}:
                     self.on_news()
 

@@ -100,7 +100,7 @@ class Replication:
         self._parts: dict[int, pb.Replica] = {}
         self._broken: list[pb.BrokenPair] = []
         self._not_led: dict[int, int] = {}  # segments of which it cannot be the primary as told, up to these epochs
-        self._told_of: dict[tuple[str, int], float] = {}  # runs of peers, with when a look first had them
+        self._known_since_s: dict[tuple[str, int], float] = {}  # runs of peers, with when a look first had them
         self._stopping = False
         self._serving_until_s = 0.0
         self._unrecorded: frozenset[int] = frozenset()  # segments with roles for which the lease does not count
@@ -211,12 +211,12 @@ class Replication:
         """
         with self._lock:
             for status in self._engine.copies.replicas():
-                told = led.get(status.segment_id)
-                if told is None:
+                led_epoch = led.get(status.segment_id)
+                if led_epoch is None:
                     continue
-                newest = max(status.epoch, told) if status.role == NONE else status.epoch
+                newest = max(status.epoch, led_epoch) if status.role == NONE else status.epoch
                 last = newest + (status.role != PRIMARY)  # so that it is later than the one that was told
-                if newest >= told and last > told:
+                if newest >= led_epoch and last > led_epoch:
                     self._not_led[status.segment_id] = last
 
     def _confirm(self, part: pb.Replica) -> bool:
@@ -301,8 +301,8 @@ class Replication:
         dialled: set[int] = set()  # bundles, because all members share one connection
         lease_out = self._outside.boot_s() >= self._serving_until_s
         now = self._outside.now()
-        self._told_of = {
-            run: self._told_of.get(run, now) for run in ((part.peer, part.instance_id) for part in parts.values())
+        self._known_since_s = {
+            run: self._known_since_s.get(run, now) for run in ((part.peer, part.instance_id) for part in parts.values())
         }
         for status in self._engine.copies.replicas():
             part = parts.get(status.segment_id)
@@ -321,12 +321,12 @@ class Replication:
                 continue
             if status.broken_ms >= BROKEN_MS:
                 # A peer that has restarted was not out of reach before this server was told of its new run.
-                told_ms = int((now - self._told_of[part.peer, part.instance_id]) * 1000)
+                known_ms = int((now - self._known_since_s[part.peer, part.instance_id]) * 1000)
                 broken.append(
                     pb.BrokenPair(
                         segment_id=part.segment_id,
                         epoch=part.epoch,
-                        for_ms=min(status.broken_ms, told_ms),
+                        for_ms=min(status.broken_ms, known_ms),
                         instance_id=part.instance_id,
                         refused=status.refused in _SEGMENT_REFUSED and part.data_address not in unreachable,
                     )

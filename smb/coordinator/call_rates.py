@@ -107,7 +107,7 @@ class CallRates:
         self._inside_s = 0.0  # in the handlers of these
         self._last = ""  # the certificate of the last call
         self._several_until = 0.0
-        self._asking = 0  # certificates that asked without pause as of the last measurement
+        self._without_pause = 0  # certificates that asked without pause as of the last measurement
         self._buckets: dict[str, _Bucket] = {}
         self._waiting: Counter[str] = Counter()  # by certificate
         self._crowded: dict[_Bucket, None] = {}  # those of which calls wait; the first has its turn
@@ -170,7 +170,7 @@ class CallRates:
 
     def _share(self, bucket: _Bucket) -> float:
         """Return which part of the loop's time a certificate gets now."""
-        return min(SHARE_OF_MANY if len(bucket.waiting) > MANY else SHARE, SHARE / max(self._asking, 1))
+        return min(SHARE_OF_MANY if len(bucket.waiting) > MANY else SHARE, SHARE / max(self._without_pause, 1))
 
     def _may_begin(self, bucket: _Bucket, now: float) -> bool:
         return now >= self._several_until or bucket.has_some(now)
@@ -236,4 +236,4 @@ class CallRates:
         self._buckets = {name: each for name, each in self._buckets.items() if each.waiting or each.full_at > now}
         # A certificate that asks now and then has nearly all of what it may save. Its two kinds count once.
         without_pause = (name for name, each in self._buckets.items() if each.full_at - now > SAVED_S / SHARE / 2)
-        self._asking = len({name.rpartition(" ")[0] for name in without_pause})
+        self._without_pause = len({name.rpartition(" ")[0] for name in without_pause})

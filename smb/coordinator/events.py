@@ -163,12 +163,12 @@ class BackupsLost:
 
 @dataclass(frozen=True, slots=True)
 class LeadsLater:
-    """A server could not become the primary of these segments in the epochs of `told`. It can only after those of
+    """A server could not become the primary of these segments in the epochs of `refused`. It can only after those of
     `epochs`. Repeated like ServerReturned.
     """
 
     name: str
-    told: Mapping[int, int]
+    refused: Mapping[int, int]
     epochs: Mapping[int, int]
     changes_max: int | None = None
 

@@ -56,9 +56,9 @@ class RoleChanges:
         copies = [copy for copy in self._commit_log.state.copies(server) if copy.segment_id in pairs]
         led = [copy for copy in copies if copy.role is CopyRole.PRIMARY]
         if later := [copy for copy in led if pairs[copy.segment_id].epoch > copy.epoch]:
-            told = {copy.segment_id: copy.epoch for copy in later}
-            epochs = {number: pairs[number].epoch for number in told}
-            await self.commit_all(LeadsLater(server, told, epochs, self._commit_log.changes_max))
+            not_led = {copy.segment_id: copy.epoch for copy in later}
+            epochs = {number: pairs[number].epoch for number in not_led}
+            await self.commit_all(LeadsLater(server, not_led, epochs, self._commit_log.changes_max))
             copies = [copy for copy in self._commit_log.state.copies(server) if copy.segment_id in pairs]
         copies = [copy for copy in copies if copy.peer]
         peers = sorted({copy.peer for copy in copies})

@@ -60,7 +60,7 @@ class SessionEndNotifier:
                 if server is None:
                     return
                 await self._servers.end_sessions(server, session_ids)
-                failpoint("coordinator.session.end_told")
+                failpoint("coordinator.session.end_sent")
         except UnavailableError as error:
             _log.info("%s; it hears of them with its next renewal", error)
         finally:

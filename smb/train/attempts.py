@@ -24,7 +24,7 @@ def until_joined(client: Client, join: Callable[[], Made]) -> Made:
     """Return the result of `join`. Repeats it after UnavailableError and NoSlotError, which leave nothing behind, for
     up to the client's timeout. Blocks so long, and as long as a call of `join`.
     """
-    end, told = time.monotonic() + client.timeout, False
+    end, warned = time.monotonic() + client.timeout, False
     backoff = Backoff(_FIRST_S, _MOST_S, lambda: end - time.monotonic())
     while True:
         try:
@@ -33,8 +33,8 @@ def until_joined(client: Client, join: Callable[[], Made]) -> Made:
             session_of(client).check_open()  # otherwise no further attempt can succeed
             if backoff.over():
                 raise
-            if not told:
+            if not warned:
                 _log.warning("%s; trying again for up to %.0f s", error, max(0.0, end - time.monotonic()))
-            told = True
+            warned = True
         cancellation.check()  # a member that nobody knows of would hold up the others
         time.sleep(backoff.next_s())

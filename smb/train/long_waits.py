@@ -23,7 +23,7 @@ class LongWait:
         self._lease = lease
         self._clock = clock
         self._waited = (-1, 0.0)  # the number of the last wait, and since when it was seen
-        self._told = -1  # the number of the wait that was logged
+        self._logged = -1  # the number of the wait that was logged
 
     def tell(self, rows: t.Rows, slots: Collection[int], number: int, lacking: str) -> None:
         """Log once, a lease after the first call with this number, for which members the worker waits. `lacking` says
@@ -33,9 +33,9 @@ class LongWait:
         if self._waited[0] != number:
             self._waited = (number, now)
         waited_s = now - self._waited[1]
-        if not slots or number == self._told or waited_s < self._lease:
+        if not slots or number == self._logged or waited_s < self._lease:
             return
-        self._told = number
+        self._logged = number
         names = [members.name_of(rows[1 + slot]) for slot in slots]
         own = any(members.is_here(self._table, rows[1 + slot]) for slot in slots)
         more = len(names) - _NAMES_MAX

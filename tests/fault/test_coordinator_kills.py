@@ -259,7 +259,7 @@ COORDINATOR_CASES: list[tuple[str, Act]] = [
     ("coordinator.session.renewal_asked", renew_session),
     ("coordinator.session.renewed", renew_session),
     ("coordinator.session.end_stored", close_session),
-    ("coordinator.session.end_told", close_session),
+    ("coordinator.session.end_sent", close_session),
     # The changes of the store are the term, the pending record, the ready one, its end. Servers register as they were.
     ("coordinator.store.written:4", delete),
     ("coordinator.store.committed:3", delete),

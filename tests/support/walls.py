@@ -170,6 +170,19 @@ def shared_names(modules: dict[str, ast.Module]) -> dict[str, tuple[str, ...]]:
     return {name: tuple(paths) for name, paths in sorted(found.items()) if len(paths) > 1}
 
 
+def defined_names(tree: ast.Module) -> Iterator[str]:
+    """Yield the names of what a module defines: functions, classes, arguments, variables and attributes."""
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            yield node.name
+        elif isinstance(node, ast.arg):
+            yield node.arg
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.attr
+
+
 def shared_structs(csrc: Path) -> dict[str, tuple[str, ...]]:
     """Return the names of structs, unions and enums of C that stand for several, each with the files that define them,
     some of them only for themselves.

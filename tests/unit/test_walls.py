@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from importlib import import_module
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from tests.support.walls import (
     ROOT,
     circles,
     contracts,
+    defined_names,
     imports,
     lines,
     loose_contracts,
@@ -109,6 +111,19 @@ def test_a_struct_name_stands_for_one_struct(tmp_path: Path) -> None:
     (tmp_path / "a.h").write_text("struct box {\n    int lid;\n};\nstruct lid;\n")
     (tmp_path / "b.c").write_text("enum box { OPEN };\nstruct lid {\n    struct box *box;\n};\n")
     assert shared_structs(tmp_path) == {"box": ("a.h", "b.c")}
+
+
+def test_no_name_has_a_word_that_the_glossary_refuses(modules: dict[str, ast.Module]) -> None:
+    """Neither says what was told, or who is asked. Of all that the product's modules define."""
+    found = {
+        (path, name)
+        for path, tree in modules.items()
+        for name in defined_names(tree)
+        if re.search(r"(^|_)(told|asking)(_|$)", name)
+    }
+    assert found == set()
+    planted = "def all_told(asking): ...\nclass Box:\n    told: int\n    def open(self): self._told_of = 1"
+    assert set(defined_names(ast.parse(planted))) == {"all_told", "asking", "Box", "told", "open", "self", "_told_of"}
 
 
 def test_circles_grow_fewer() -> None:

@@ -300,11 +300,11 @@ class CopyMaker:
         """
         state, members = committed.state, {member.id for _, member in wish.members} | {wish.segment.id}
         copies = [each for each in state.copies(wish.source) if each.segment_id in members]
-        told, asked = replica_messages(state, copies), replica_messages(state, copies)
+        roles, asked = replica_messages(state, copies), replica_messages(state, copies)
         for message in asked:
             message.confirm = True  # which changes no role: the server takes the roles first, in this order
         try:
-            await self._servers.take_roles(state.servers[wish.source], [*told, *asked])
+            await self._servers.take_roles(state.servers[wish.source], [*roles, *asked])
         except Error as error:
             _log.warning("a segment of %s stays on %s for now: %s", wish.record.title, wish.leaving, error)
             await self._commit_log.commit(ServerSuspected(wish.leaving))

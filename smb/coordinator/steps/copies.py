@@ -45,10 +45,10 @@ CHANGED_BYTES_MAX = 1 << 20  # total size of changed records if the store bounds
 def server_returned(state: State, event: ServerReturned, now: Instant) -> Step:
     """A server is back: its copies that missed changes are stale, unless no others exist. If it has backups of which
     the primaries have reported that they lack something, it takes over. Raises UnavailableError while that is unknown
-    because the servers of the other copies have not been heard of or did not answer just now, and as `check_all_told`
+    because the servers of the other copies have not been heard of or did not answer just now, and as `check_all_asked`
     does.
     """
-    check_all_told(state, event.name, event.held, event.missing)
+    check_all_asked(state, event.name, event.held, event.missing)
     known = state.servers.get(event.name)
     restarted = known is None or known.instance_id != event.instance_id
 
@@ -117,7 +117,7 @@ class NotAskedError(UnavailableError):
     """A server was not asked for a segment that was made meanwhile, or dropped very many after it had been asked."""
 
 
-def check_all_told(state: State, server: str, held: Collection[int], missing: Collection[int]) -> None:
+def check_all_asked(state: State, server: str, held: Collection[int], missing: Collection[int]) -> None:
     """Raise NotAskedError if the records place a segment on a server that has not said whether it has it. That
     segment was made after the server was asked, perhaps by its former run.
     """
@@ -221,11 +221,11 @@ def leads_later(state: State, event: LeadsLater, now: Instant) -> Step:
     if not state.knows_all_memory(now):
         return state, ()
     here = list(state.buffers.at(event.name))
-    present = {each.id: each.epoch for record in here for each in record.segments if each.id in event.told}
+    present = {each.id: each.epoch for record in here for each in record.segments if each.id in event.refused}
     meant = {
         number: last
         for number, last in event.epochs.items()
-        if present.get(number) == event.told[number] and last <= EPOCH_BELIEVED_MAX
+        if present.get(number) == event.refused[number] and last <= EPOCH_BELIEVED_MAX
     }
     if not meant:
         return state, ()

@@ -27,7 +27,7 @@ from smb.coordinator.events import (
 )
 from smb.coordinator.records import Held, ServerRecord
 from smb.coordinator.state import Drops, State, Step, without
-from smb.coordinator.steps.copies import NotAskedError, check_all_told, not_those_copies
+from smb.coordinator.steps.copies import NotAskedError, check_all_asked, not_those_copies
 from smb.coordinator.steps.interrupted import heard_from
 from smb.coordinator.validate import check_address, check_host_name, check_server_name, check_zone
 from smb.drop_reasons import Ground
@@ -50,7 +50,7 @@ def server_registered(state: State, event: ServerRegistered, now: Instant) -> St
     event = replace(event, held=without(event.held, *dropped))
     where = state.where()
     _check_cluster(state, event, where)
-    check_all_told(state, server.name, event.held, event.missing)
+    check_all_asked(state, server.name, event.held, event.missing)
     known = state.servers.get(server.name)
     server = replace(server, last_seen_at=now.wall, draining=known is not None and known.draining)
     here = {

@@ -318,7 +318,7 @@ def test_a_primary_that_can_lead_later_does(cluster: Cluster) -> None:
         (-math.inf, contested, event),
         (-math.inf, {}, replace(event, name="b")),
         (-math.inf, {}, replace(event, epochs={member: 0})),
-        (-math.inf, {}, replace(event, told={member: 0})),  # it has got another role since it was told that one
+        (-math.inf, {}, replace(event, refused={member: 0})),  # it has got another role since it was told that one
         (-math.inf, {}, replace(event, epochs={member: 2**32 - 1})),  # after which there is none
     ):
         cluster.state = replace(cluster.state, began=begun, unexplained=unexplained)

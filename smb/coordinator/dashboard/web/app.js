@@ -14,7 +14,7 @@ const $ = (id) => document.getElementById(id);
 let state = null;
 let answeredAt = 0; // performance.now() of the last answer
 let allEvents = false;
-let asking = null; // the timer until the next request, or true while a request runs
+let pending = null; // the timer until the next request, or true while a request runs
 
 const number = (row) => row ?? -1;
 
@@ -322,7 +322,7 @@ const noClients = (address) => ({
 // The repeated requests.
 
 async function ask() {
-  asking = true;
+  pending = true;
   try {
     const answer = await fetch("api/state", { cache: "no-cache", signal: AbortSignal.timeout(PATIENCE_MS) });
     if (!answer.ok) throw new Error(`it answers ${answer.status}: ${(await answer.text()).slice(0, 200)}`);
@@ -334,7 +334,7 @@ async function ask() {
   } catch (error) {
     connected(error);
   }
-  asking = setTimeout(ask, EVERY_MS);
+  pending = setTimeout(ask, EVERY_MS);
 }
 
 function connected(error) {
@@ -350,8 +350,8 @@ function connected(error) {
 }
 
 document.addEventListener("visibilitychange", () => {
-  if (asking === true) return;
-  clearTimeout(asking);
+  if (pending === true) return;
+  clearTimeout(pending);
   if (!document.hidden) ask();
 });
 detail.start();
