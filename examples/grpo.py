@@ -1,4 +1,4 @@
-"""GRPO by TRL's AsyncGRPOTrainer on a CPU, with engines that follow the policy, come and go. Needs trl.
+"""GRPO by TRL's AsyncGRPOTrainer on a CPU, with engines that follow the policy, come and go. Needs the extra `trl`.
 
 A Llama of 10 000 random weights learns to say the word "7". Two engines generate, each in a process of its own, and
 follow the published policy. One is killed in the middle, and another one joins. The trainer notices neither.
