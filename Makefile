@@ -258,7 +258,8 @@ ray-tests: $(VENV)/demo-installed
 	@$(call step,$(BIN)/python -m pytest tests/ops/test_ray.py, pytest. One test again: $(BIN)/pytest FILE::TEST)
 
 # A real vLLM on a CPU, and the classes of each supported release out of its wheel (0.3 GB each). In an environment of its own,
-# 3.5 GB; in any other its tests are reported as not run. Its torchvision, torchaudio and torchcodec do not fit its torch.
+# 3.5 GB; in any other its tests are reported as not run. Its torchvision, torchaudio and torchcodec do not fit its torch, which
+# is PyTorch's build for CPUs: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make vllm, where pip finds it nowhere.
 vllm:
 	@$(MAKE) --no-print-directory vllm-tests VENV=build/vllm CONSTRAINTS=
 

