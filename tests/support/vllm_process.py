@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,43 @@ class Engine:
     def tokens(self, prompt: list[int]) -> list[int]:
         """The eight tokens that it generates."""
         return list(self._ask("tokens", prompt))
+
+
+class Server:
+    """vLLM's HTTP server of a model of `words` words, in a process of its own."""
+
+    def __init__(self, model: Path, words: int) -> None:
+        from tokenizers import Tokenizer, models, pre_tokenizers
+        from transformers import PreTrainedTokenizerFast
+
+        tokenizer = Tokenizer(models.WordLevel({str(number): number for number in range(words)}, unk_token="0"))
+        tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+        PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(model)
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        settings = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_KVCACHE_SPACE": "1"}
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "vllm.entrypoints.openai.api_server", f"--model={model}", "--host=127.0.0.1",
+             f"--port={port}", "--max-model-len=512", "--dtype=float32", "--enforce-eager",
+             "--served-model-name=policy", "--weight-transfer-config", '{"backend": "smb"}'],
+            cwd=ROOT, env=os.environ | settings | {"PYTHONPATH": str(ROOT)}, start_new_session=True,
+        )  # fmt: skip
+
+    def stop(self) -> None:
+        """Kill all its processes."""
+        os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def tokens(self, prompt: list[int], count: int = 8) -> list[int]:
+        """The tokens that it generates."""
+        asked = {"model": "policy", "prompt": prompt, "max_tokens": count, "temperature": 0, "ignore_eos": True}
+        request = urllib.request.Request(
+            f"{self.url}/v1/completions", json.dumps(asked).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=CALL_S) as answer:
+            return [int(word) for word in json.load(answer)["choices"][0]["text"].split()]
 
 
 def serve(model: str, workers: int, descriptor: int) -> None:

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,9 @@ import torch
 import smb
 import smb.torch
 import smb.torch.vllm
+from smb.torch.trl import WeightTransfer
 from tests.support.daemons import wait_for
-from tests.support.vllm_process import Engine
+from tests.support.vllm_process import CALL_S, START_S, Engine, Server
 
 pytest.importorskip("vllm", reason="not run: it needs vLLM (make vllm)")
 pytestmark = [
@@ -47,7 +49,7 @@ def policy(seed: int = 0) -> Any:
     torch.manual_seed(seed)
     config = LlamaConfig(
         hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=64, vocab_size=512, max_position_embeddings=256, tie_word_embeddings=False,
+        head_dim=64, vocab_size=512, max_position_embeddings=512, tie_word_embeddings=False,
     )  # fmt: skip
     return LlamaForCausalLM(config)
 
@@ -60,13 +62,13 @@ def step(model: Any) -> Any:
     return model
 
 
-def expected(model: Any) -> list[int]:
+def expected(model: Any, prompt: list[int] = PROMPT) -> list[int]:
     """What transformers generates."""
     with torch.no_grad():
         found = model.generate(
-            torch.tensor([PROMPT]), max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0
+            torch.tensor([prompt]), max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0
         )
-    return list(found[0, len(PROMPT) :].tolist())
+    return list(found[0, len(prompt) :].tolist())
 
 
 def make_trainer(cluster: smb.LocalCluster, name: str, client: Any, model: Any, **publisher: Any) -> Any:
@@ -279,6 +281,32 @@ def memory_of(engine: Engine, name: str) -> dict[int, str]:
             if line[5:6] == [f"/memfd:{name}"]:
                 found[int(process.name)] = line[4]
     return found
+
+
+def test_trls_transfer_updates_a_server_that_generates(cluster: smb.LocalCluster, tmp_path: Path) -> None:
+    """smb.torch.trl, called as TRL calls it. The server answers by the new weights, though it had a prompt's keys and
+    values by the former ones, and ends the request that was in progress."""
+    model = policy()
+    model.save_pretrained(tmp_path)
+    prompt = torch.randint(1, 512, (300,)).tolist()  # longer than a block of the cache, 128 tokens
+    server = Server(tmp_path, 512)
+    transfer = WeightTransfer("trl", [server.url], coordinator=cluster.address, server_timeout=START_S)
+    try:
+        transfer.init_weight_transfer()
+        assert server.tokens(prompt) == expected(model, prompt)
+        for generation in (1, 2):
+            step(model)
+            with ThreadPoolExecutor(1) as thread:
+                in_progress = thread.submit(server.tokens, PROMPT, 400)
+                transfer.pause()
+                transfer.send_weights(iter(model.named_parameters()))
+                transfer.resume()
+                assert server.tokens(prompt) == expected(model, prompt)
+                assert len(in_progress.result(CALL_S)) == 400
+            assert (transfer.generation, transfer.engines.failed) == (generation, {})
+        transfer.destroy()
+    finally:
+        server.stop()
 
 
 def test_the_example_updates_a_server() -> None:
