@@ -23,10 +23,6 @@ class Quarantine:
     def __contains__(self, segment_id: int) -> bool:
         return segment_id in self._ids
 
-    def ids(self) -> frozenset[int]:
-        with self._lock:
-            return frozenset(self._ids)
-
     def begin(self, segment_id: int) -> None:
         """Keep a segment that is here until it is taken up, or dropped for a reason."""
         with self._lock:

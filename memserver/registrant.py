@@ -329,7 +329,7 @@ class Registrant:
         if self._replication is not None:
             registers = isinstance(reply, pb.RegisterServerReply)
             self._replication.take(reply.replicas, from_other_records=registers)
-            self._replication.note_records(reply.replicas, self._segments.quarantined.ids())
+            self._replication.note_records(reply.replicas)
             self._replication.serve_until(asked_s + LEASE_USED * reply.lease_ms / 1000)
 
     def _take_keys(self, reply: pb.RegisterServerReply | pb.RenewServerReply) -> None:

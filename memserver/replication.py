@@ -12,7 +12,7 @@ import math
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
@@ -178,21 +178,25 @@ class Replication:
             if part.role == PRIMARY and not (again and was_led and not from_other_records):
                 led[part.segment_id] = part.epoch
 
-    def note_records(self, parts: Iterable[pb.Replica], quarantined: Collection[int]) -> None:
-        """Take note of the roles that come with a lease, and of the segments that are kept without a record. The lease
-        is not for a primary whose bundle has another role in the records, or none: another server may have taken over,
-        and the buffer been deleted since. Only its backup can confirm such a role.
+    def note_records(self, parts: Iterable[pb.Replica]) -> None:
+        """Take note of the roles that come with a lease: of all that this server has in the records. The lease is not
+        for a primary whose bundle has another role there, or none: another server may have taken over, and the buffer
+        been deleted since. Only its backup can confirm such a role. One that came while the answer was on its way is
+        among these until the next answer.
         """
-        if not quarantined and not self._unrecorded:
+        roles = {(part.segment_id, part.epoch) for part in parts if part.role == PRIMARY}
+        with self._lock:
+            led = {(number, part.epoch) for number, part in self._parts.items() if part.role == PRIMARY}
+        beside = {number for number, _ in led - roles}
+        if not beside and not self._unrecorded:
             return
-        with self._taking:  # a role that comes meanwhile is none of these
-            roles = {(part.segment_id, part.epoch) for part in parts if part.role == PRIMARY}
+        with self._taking:
             statuses = [status for status in self._engine.copies.replicas() if status.role == PRIMARY]
             known = {status.bundle_id for status in statuses if (status.segment_id, status.epoch) in roles}
             unrecorded = frozenset(
                 status.segment_id
                 for status in statuses
-                if status.segment_id in quarantined and status.bundle_id not in known
+                if status.segment_id in beside and status.bundle_id not in known
             )
             for number in self._unrecorded - unrecorded:
                 self._engine.copies.note_unrecorded(number, False)
