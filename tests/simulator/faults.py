@@ -492,6 +492,7 @@ async def answers_lost(world: World, step: Step) -> None:
 
 async def _break(world: World, method: str, share: float, lasts_s: float) -> None:
     world.network.breaks, world.network.breaks_of = share, method
+    world.note_trouble()  # the first calls may break before anybody looks
     await asyncio.sleep(lasts_s)
     world.network.breaks, world.network.breaks_of = 0.0, ""
 

@@ -194,22 +194,27 @@ class World:
             return False
         return all(self._down_at.get(each, 0.0) < since for each in (name, *self.coordinator_names))
 
+    def note_trouble(self) -> None:
+        """See which hosts are in trouble."""
+        now, network = self.loop.time(), self.network
+        processes = [each.process for each in (*self.servers.values(), *self.coordinators.values())]
+        down = {each.host for each in processes if not each.alive or each.stopped}
+        unreached = {name for cut in network.cuts for name in cut} | network.slow.keys()
+        if network.breaks:
+            unreached |= {*self.hosts, *self.coordinator_names, "etcd"}
+        if self.store.takes_nothing:
+            unreached |= {*self.coordinator_names}
+        self._down_at |= dict.fromkeys(down, now)
+        self._unreached_at |= dict.fromkeys(unreached, now)
+        self._troubled_at |= dict.fromkeys(down | unreached, now)
+
     async def _look(self) -> None:
         """See which hosts are in trouble, and who waits."""
         while True:
             now, network = self.loop.time(), self.network
             if network.slow or network.breaks or network.cuts not in (self.late_by, set()):
                 self.late_since = {}  # something else is wrong with the network, too
-            processes = [each.process for each in (*self.servers.values(), *self.coordinators.values())]
-            down = {each.host for each in processes if not each.alive or each.stopped}
-            unreached = {name for cut in network.cuts for name in cut} | network.slow.keys()
-            if network.breaks:
-                unreached |= {*self.hosts, *self.coordinator_names, "etcd"}
-            if self.store.takes_nothing:
-                unreached |= {*self.coordinator_names}
-            self._down_at |= dict.fromkeys(down, now)
-            self._unreached_at |= dict.fromkeys(unreached, now)
-            self._troubled_at |= dict.fromkeys(down | unreached, now)
+            self.note_trouble()
             state = self.leading_state()
             if state is not None:
                 self._look_at_copies(state)
