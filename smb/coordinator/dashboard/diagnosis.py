@@ -10,9 +10,9 @@ from smb.config.limits import RENEWALS_PER_LEASE
 from smb.config.parse import format_bytes
 from smb.coordinator.bundles import Bundles
 from smb.coordinator.dashboard.history import Seen, held_key
-from smb.coordinator.draining import without_room
 from smb.coordinator.events import Instant
 from smb.coordinator.records import BufferRecord, ServerRecord
+from smb.coordinator.room_to_drain import without_room
 from smb.coordinator.state import ARRIVED, State
 from smb.published import state_of
 

@@ -23,7 +23,6 @@ from dataclasses import replace
 
 from smb.coordinator.bundles import Bundles, bundle_of
 from smb.coordinator.commit_log import CommitLog, Committed
-from smb.coordinator.draining import BOUND, without_room
 from smb.coordinator.events import CopyBegun, CopyDropped, MoveAllowed, RolesSwitched, ServerCounted, ServerSuspected
 from smb.coordinator.memserver_client import MemoryServers, NotYetError
 from smb.coordinator.messages import replica_message, replica_messages
@@ -34,6 +33,7 @@ from smb.coordinator.moves.wanted_copies import Wish, still_wanted, wishes
 from smb.coordinator.placement import Pool
 from smb.coordinator.records import BufferRecord, ServerRecord
 from smb.coordinator.replicas import Copy, CopyRole
+from smb.coordinator.room_to_drain import BOUND, without_room
 from smb.daemon.failpoint import failpoint
 from smb.drop_reasons import Ground
 from smb.errors import Error, NotFoundError, UnavailableError

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping
 
 from smb.coordinator.commit_log import CommitLog
-from smb.coordinator.draining import Staying, staying
 from smb.coordinator.moves.copy_maker import CopyMaker
 from smb.coordinator.moves.move import Move
 from smb.coordinator.moves.rebalance import plan
 from smb.coordinator.moves.wanted_copies import copies_to_come
+from smb.coordinator.room_to_drain import Staying, staying
 from smb.rpc import control_pb2 as pb
 
 STAYS_SHOWN_MAX = 256

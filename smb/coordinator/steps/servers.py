@@ -8,7 +8,6 @@ from dataclasses import replace
 
 from smb.config.parse import check_weight
 from smb.coordinator import limits
-from smb.coordinator.draining import check_room
 from smb.coordinator.drop_rules import Where, epoch_of, ground_to_drop, is_newer
 from smb.coordinator.events import (
     AnswerDrops,
@@ -26,6 +25,7 @@ from smb.coordinator.events import (
     ServerSuspected,
 )
 from smb.coordinator.records import Held, ServerRecord
+from smb.coordinator.room_to_drain import check_room
 from smb.coordinator.state import Drops, State, Step, without
 from smb.coordinator.steps.copies import NotAskedError, check_all_asked, not_those_copies
 from smb.coordinator.steps.interrupted import heard_from

@@ -41,11 +41,11 @@ from smb.daemon.failpoint import failpoint
 from smb.errors import InvalidArgumentError
 from smb.train import member_table as t
 from smb.train.exchange.at_once import at_once
-from smb.train.exchange.completion import RoundCompletion
 from smb.train.exchange.contribution import Contribution, drop
 from smb.train.exchange.grace import AUTO, Grace
 from smb.train.exchange.mover import mover_of
 from smb.train.exchange.round_closing import Closer, Outer, contributions, round_of
+from smb.train.exchange.round_completion import RoundCompletion
 from smb.train.group import Group
 from smb.train.guards import RefusedContributionError
 from smb.train.parameters import Parameters

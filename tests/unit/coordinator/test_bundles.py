@@ -15,7 +15,6 @@ import pytest
 
 from smb import errors
 from smb.coordinator import limits
-from smb.coordinator.draining import check_room
 from smb.coordinator.events import (
     BackupsLost,
     BufferDeleted,
@@ -41,6 +40,7 @@ from smb.coordinator.moves.copy_maker import CopyMaker
 from smb.coordinator.moves.rebalance import plan
 from smb.coordinator.moves.wanted_copies import wishes
 from smb.coordinator.records import BufferRecord, Held, SegmentRecord
+from smb.coordinator.room_to_drain import check_room
 from smb.coordinator.state import put
 from smb.coordinator.steps.creation import NotNowError
 from smb.coordinator.validate import Creation

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from smb import errors
-from smb.coordinator.draining import BOUND, MIRROR, staying
 from smb.coordinator.events import (
     CopiesEnded,
     CopyBegun,
@@ -27,6 +26,7 @@ from smb.coordinator.moves import wanted_copies
 from smb.coordinator.moves.copy_maker import CopyMaker
 from smb.coordinator.moves.wanted_copies import AT_ONCE, Wish, wishes
 from smb.coordinator.records import BufferRecord, Kind, SegmentRecord, ServerRecord
+from smb.coordinator.room_to_drain import BOUND, MIRROR, staying
 from smb.rpc import control_pb2 as pb
 from tests.support.decisions import MIB, Cluster, registration, returned, server
 from tests.unit.coordinator.test_replicas import roles

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from smb.train import member_table as t
-from smb.train.exchange.completion import RoundCompletion
 from smb.train.exchange.grace import Grace
+from smb.train.exchange.round_completion import RoundCompletion
 from smb.train.group import BUILT
 
 MEMBERS = 3

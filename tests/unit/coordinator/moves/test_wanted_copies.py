@@ -8,7 +8,6 @@ import pytest
 
 from smb import errors
 from smb.coordinator.bundles import Bundles
-from smb.coordinator.draining import without_room
 from smb.coordinator.events import (
     CopiesEnded,
     CopyBegun,
@@ -21,6 +20,7 @@ from smb.coordinator.messages import buffer_message
 from smb.coordinator.moves.wanted_copies import AT_ONCE, LEAST_BYTES, SMALL_BYTES, Wish, wishes
 from smb.coordinator.records import BufferRecord, SegmentRecord
 from smb.coordinator.replicas import Copy, CopyRole
+from smb.coordinator.room_to_drain import without_room
 from tests.support.decisions import MIB, Cluster, registration, returned, server
 from tests.unit.coordinator.test_replicas import roles
 
