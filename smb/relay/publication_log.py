@@ -238,3 +238,13 @@ def _ring_bytes(state_bytes: int) -> int:
 
 def _ring_start(slots: int) -> int:
     return -(-slots * ENTRY_BYTES // _RING_STARTS) * _RING_STARTS
+
+
+def log_of(buffer: Buffer, deltas: int, state: Buffer) -> PublicationLog:
+    """Return the log in a buffer. Raises InvalidArgumentError if no Publisher of that state made the buffer."""
+    if buffer.size != PublicationLog.form(deltas, state.nbytes)[0]:
+        raise InvalidArgumentError(
+            f"{buffer.name!r} was not made by a Publisher of {state.name!r} with deltas={deltas}; delete it, or "
+            f"publish under another name"
+        )
+    return PublicationLog(buffer)

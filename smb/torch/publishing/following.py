@@ -17,7 +17,7 @@ from smb.pins import Pin
 from smb.relay.reader_source import Nearest
 from smb.spi import opened_by, session_of, versions_of
 from smb.state_costs import StateCosts
-from smb.torch.publishing.deltas import DeltaReader
+from smb.torch.publishing.delta_reader import DeltaReader
 from smb.torch.publishing.published_state import (
     State,
     about_of,

@@ -1,7 +1,7 @@
 """One trainer, many readers: a whole state_dict is published as one generation, and no reader ever sees a mix of two.
 
 The state_dict lies in a buffer with versions as named tensors, byte for byte (smb/tensors.py). Generation n is version
-n of that buffer; with deltas= deltas.py applies. The trainer and each reader (following.py) keep one copy of
+n of that buffer; with deltas= delta_writer.py applies. The trainer and each reader (following.py) keep one copy of
 the state in their own memory. The trainer copies the state before anything is sent. A reader reads the whole state
 before it touches any tensor of a model. So neither a failure nor a later generation in between leaves a mixed state.
 """
@@ -28,7 +28,7 @@ from smb.pins import PIN_S_MAX
 from smb.published import ABOUT, LOG_FORMAT
 from smb.spi import session_of
 from smb.state_costs import StateCosts
-from smb.torch.publishing.deltas import DELTAS_MAX, DeltaWriter, create
+from smb.torch.publishing.delta_writer import DELTAS_MAX, DeltaWriter, create
 from smb.torch.publishing.pairs import PairReader, Pairs, Spool, is_in_several_ranks, is_repeatable, with_forms
 from smb.torch.publishing.published_state import (
     State,
