@@ -13,7 +13,7 @@ from typing import Any
 from unittest.mock import patch
 
 from memserver.registrant import Registrant
-from memserver.replication import Replication
+from memserver.replication import Replication, Taken
 from memserver.terms import CoordinatorTerms
 from smb.coordinator import commit_log, steps
 from smb.coordinator.drop_rules import ground_to_drop
@@ -220,13 +220,16 @@ def late_calls_are_obeyed() -> Replaced:
 
 @plant
 def former_primary_serves() -> Replaced:
-    """A server that is back with memory that has another primary by now is not told to stop serving it."""
+    """A server that is back with memory that has another primary by now is not told to stop serving it, and has a lease
+    for it. Both mends have to go.
+    """
     take = Replication.take
 
-    def take_some(self: Replication, parts: Any) -> list[int]:
-        return take(self, [part for part in parts if part.role or part.let_move or part.confirm])
+    def take_some(self: Replication, parts: Any, *arguments: Any, **words: Any) -> Taken:
+        return take(self, [part for part in parts if part.role or part.let_move or part.confirm], *arguments, **words)
 
     yield Replication, "take", take_some
+    yield Replication, "note_records", lambda *_: None
 
 
 @plant
