@@ -185,12 +185,12 @@ class Replication:
         among these until the next answer.
         """
         roles = {(part.segment_id, part.epoch) for part in parts if part.role == PRIMARY}
-        with self._lock:
-            led = {(number, part.epoch) for number, part in self._parts.items() if part.role == PRIMARY}
-        beside = {number for number, _ in led - roles}
-        if not beside and not self._unrecorded:
-            return
         with self._taking:
+            with self._lock:
+                led = {(number, part.epoch) for number, part in self._parts.items() if part.role == PRIMARY}
+            beside = {number for number, _ in led - roles}
+            if not beside and not self._unrecorded:
+                return
             statuses = [status for status in self._engine.copies.replicas() if status.role == PRIMARY]
             known = {status.bundle_id for status in statuses if (status.segment_id, status.epoch) in roles}
             unrecorded = frozenset(

@@ -145,7 +145,7 @@ def test_a_cluster_is_saved_and_made_again(cluster: smb.LocalCluster, other: smb
 
 
 def test_names_that_are_not_there_and_published_ones_are_refused(cluster: smb.LocalCluster, tmp_path: Path) -> None:
-    """So is one in two groups. Nothing is left then, and no directory with others' files is used."""
+    """So is one in two lists. Nothing is left then, and no directory with others' files is used."""
     with smb.connect(cluster.address) as client:
         client.create("state", 10, versions=2)
         client.create("w", 10)

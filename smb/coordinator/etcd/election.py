@@ -26,7 +26,7 @@ from smb.coordinator.store import DeposedError, StoreError, StoreFullError
 
 _KEEPS_PER_LEASE = 4
 _ASK_S = 5.0
-_AGAIN_FIRST_S, _AGAIN_MAX_S = 0.1, 1.0  # pauses after a renewal that failed at once
+_AGAIN_FIRST_S, _AGAIN_MAX_S = 0.1, 1.0  # pauses after a renewal that failed, as it may have at once
 _HEAD_FORMAT = "1"
 _LEADER_PARTS_MAX = 16  # brackets and commas in the value of the leader's key
 

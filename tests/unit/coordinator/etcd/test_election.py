@@ -77,8 +77,8 @@ def test_a_refused_renewal_is_tried_again_with_pauses() -> None:
     """
 
     async def test(fake: FakeEtcd, etcd: Etcd) -> None:
-        for refusals, tries in ((2, 3), (100_000, 12)):
-            lead = await campaign(etcd, PLACE, "a:1", 1)
+        for lease_s, refusals, tries in ((3, 2, 5), (1, 100_000, 12)):
+            lead = await campaign(etcd, PLACE, "a:1", lease_s)
             assert lead is not None
             fake.refusals, fake.renewals = refusals, 0
             keeping = asyncio.create_task(lead.keep())
