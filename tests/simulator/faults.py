@@ -158,7 +158,7 @@ async def unheard(world: World, step: Step) -> None:
     world.network.cuts -= cuts
 
 
-@fault(8)
+@fault(11)
 async def struck(world: World, step: Step) -> None:
     """Who sends or gets a certain message is killed just then, with or without its memory."""
     rng = step.rng()
@@ -309,7 +309,7 @@ async def made_after_backup(world: World, step: Step) -> None:
     await _without_coordinators(world, step, restore)
 
 
-@fault(5)
+@fault(8)
 async def made_late(world: World, step: Step) -> None:
     """A host is back without its memory, some of which nobody else had. A backup of the store is put back as the
     coordinator has a segment made there: that message arrives once the next coordinator leads, whose records do not
