@@ -356,7 +356,8 @@ class Engine:
     def answers(self, now_s: float) -> Iterator[tuple[int, int]]:
         """Yield the segments, with their epochs, whose reads it answers as the primary without asking the backup."""
         for bundle in self._bundles.values() if now_s < self._serving_until else ():
-            if bundle.role == PRIMARY and not bundle.yields and bundle.confirmed >= bundle.order:
+            asks = bundle.yields or (bundle.unrecorded and bundle.paired)
+            if bundle.role == PRIMARY and not asks and bundle.confirmed >= bundle.order:
                 yield from ((number, bundle.epoch) for number in bundle.members)
 
     def copying(self) -> Iterator[tuple[int, int, int]]:
