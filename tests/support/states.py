@@ -46,12 +46,14 @@ def follow_until(barrier: Any, address: str, transport: str, last: int) -> list[
                 value = value_of(follower.state_dict())
                 assert value == follower.generation > seen[-1]
             seen.append(follower.generation)
+            if len(seen) == 2:
+                barrier.wait()  # the trainer goes on, so that each sees its first generation and the last one at least
         return seen[1:]
 
 
 def publish_up_to(barrier: Any, address: str, last: int) -> list[int]:
     """Publish generations 1 to `last` under "w", in which every value is the generation's number; every other one in
-    the background, with the state overwritten at once.
+    the background, with the state overwritten at once. All after the first one come once each reader has seen that.
     """
     with smb.connect(address) as client:
         barrier.wait()
@@ -64,6 +66,8 @@ def publish_up_to(barrier: Any, address: str, last: int) -> list[int]:
                 publisher.publish_async(state)
                 for tensor in state.values():
                     tensor.zero_()
+            if number == 1:
+                barrier.wait()
         assert publisher.publish(filled(last + 1)) == last + 1
         return [publisher.generation]
 
